@@ -1,0 +1,50 @@
+"""How the project says no: one sentence on stderr, and an exit code that scripts can read."""
+
+import errno
+import os
+import shutil
+import sys
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 1, 2, 143
+
+
+class UserError(Exception):
+    """Something a person gave us is wrong: what was given, what was expected, what would work.
+
+    Several faults found together are told together, a line each.
+    """
+
+    def __init__(self, *sentences):
+        super().__init__("\n".join(sentences))
+        self.sentences = sentences
+
+
+def is_full_disk(error):
+    """True where the operating system says that no more can be written: disk, quota or file-size limit."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def full_disk(path, needed, error):
+    """The UserError for a write of `needed` bytes (None where not known) to `path` that did not fit."""
+    folder = path
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(os.path.abspath(folder))
+    free = shutil.disk_usage(folder).free
+    need = "" if needed is None else f", {needed:,} bytes are needed"
+    return UserError(f"no room to write {path}: {error.strerror}{need}, {free:,} bytes are free there; "
+                     "free some space or choose another folder; what was complete before is untouched")
+
+
+def run_as_script(main):
+    """Runs main() as a program: a UserError is printed as `error: ...` lines and ends with exit code 2."""
+    try:
+        code = main()
+    except UserError as error:
+        for sentence in error.sentences:
+            print(f"error: {sentence}", file=sys.stderr)
+        code = EXIT_BAD_INPUT
+    except BrokenPipeError:  # `python sample.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
+    sys.stdout.flush()
+    sys.exit(code or 0)
