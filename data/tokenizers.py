@@ -1,0 +1,322 @@
+"""Text to ids and back: bytes, characters, tiktoken's encodings and any tokenizer.json, behind one small class."""
+
+import difflib
+import hashlib
+import json
+import os
+import pickle
+import re
+from functools import cached_property
+
+import numpy as np
+
+from engine.errors import UserError
+
+# What tokenizers call the token between documents. It is preferred to a chat model's end of turn: a
+# tokenizer_config.json of Qwen3 names <|im_end|> as its eos_token, but documents end with <|endoftext|>.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|eos|>", "<EOS>",
+               "[EOS]")
+
+
+class Tokenizer:
+    """Text to ids and back; ids are 0 .. vocab_size - 1.
+
+    kind is "byte", "char", "tiktoken" or "json", name says which one of its kind. token_bytes holds the bytes of every
+    id, None where an encoding leaves an id unused. special_tokens maps the control tokens to their ids, and eot_id is
+    the one that ends a document (None where there is none). encode_numpy(text) gives an integer array; a text that
+    spells a control token stays ordinary text.
+    """
+
+    def __init__(self, kind, name, token_bytes, encode_numpy, special_tokens, eot, chars=None, json_text=None):
+        self.kind, self.name, self.token_bytes, self.encode_numpy = kind, name, token_bytes, encode_numpy
+        self.special_tokens, self.chars, self.json_text = special_tokens, chars, json_text
+        self.vocab_size = len(token_bytes)
+        self.eot_id = None if eot is None else special_tokens[eot]
+
+    @cached_property
+    def fingerprint(self):
+        """Changes when the bytes of any id change. What wrapped them does not count: GPT-2 by tiktoken is GPT-2's
+        tokenizer.json."""
+        digest = hashlib.sha256()
+        for i, data in enumerate(self.token_bytes):
+            if data is not None:
+                digest.update(b"%d %d " % (i, len(data)) + data)
+        return digest.hexdigest()
+
+    def encode(self, text):
+        """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
+        return self.encode_numpy(text).tolist()
+
+    def decode_bytes(self, ids):
+        """ids -> the bytes they stand for, control tokens spelled out. Bytes of parts, joined, are those of the whole,
+        so a stream can be decoded as it comes. An id that the vocabulary lacks is a UserError."""
+        parts = []
+        for i in ids:
+            data = self.token_bytes[i] if 0 <= i < self.vocab_size else None
+            if data is None:
+                raise UserError(f"id {int(i)} is not in the vocabulary of the {self.name} tokenizer (ids below "
+                                f"{self.vocab_size:,}); decode with the tokenizer that made the ids")
+            parts.append(data)
+        return b"".join(parts)
+
+    def decode(self, ids):
+        """ids -> str; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def identity(self):
+        """What meta.json and a checkpoint remember; tokenizer_from_identity makes the tokenizer from it again."""
+        identity = {"kind": self.kind, "name": self.name, "vocab_size": self.vocab_size, "eot_id": self.eot_id,
+                    "fingerprint": self.fingerprint}
+        return identity if self.chars is None else {**identity, "chars": self.chars}
+
+    def save(self, folder):
+        """Writes tokenizer.json into folder where the identity alone would not do (kind "json")."""
+        if self.json_text is not None:
+            with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8", newline="") as file:
+                file.write(self.json_text)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def load_tokenizer(spec, eot=None):
+    """The tokenizer named by spec: "byte", a name of tiktoken's, or a path to a tokenizer.json or its folder.
+
+    eot names the token that ends a document where the usual one will not do. Raises UserError.
+    """
+    if spec == "byte":
+        if eot is not None:
+            raise UserError(f"--eot {eot}: the byte tokenizer has one end-of-text token of its own; leave --eot out")
+        return byte_tokenizer()
+    if spec == "char":
+        raise UserError("the char tokenizer is made from a corpus: prepare one with --tokenizer char")
+    if os.sep in spec or spec.endswith(".json"):
+        return json_tokenizer(spec, eot)
+    import tiktoken
+
+    names = tiktoken.list_encoding_names()
+    if spec in names:
+        return tiktoken_tokenizer(spec, eot)
+    if os.path.exists(spec):
+        return json_tokenizer(spec, eot)
+    nearest = difflib.get_close_matches(spec, ["byte", "char", *names], n=1)
+    guess = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UserError(f"unknown tokenizer {spec!r}: {guess}byte, char, {', '.join(names)} and paths to a tokenizer.json "
+                    "work")
+
+
+def tokenizer_from_identity(identity, folder):
+    """The tokenizer that gave this identity(); folder holds its tokenizer.json where it saved one. Raises UserError
+    where what is found now is not the same tokenizer."""
+    kind, has_eot = identity["kind"], identity["eot_id"] is not None
+    if kind == "byte":
+        tokenizer = byte_tokenizer()
+    elif kind == "char":
+        tokenizer = ordered_char_tokenizer(identity["chars"], has_eot)
+    elif kind == "tiktoken":
+        tokenizer = tiktoken_tokenizer(identity["name"])
+    elif kind == "json":
+        tokenizer = json_tokenizer(folder)
+        tokenizer.name = identity["name"]
+    else:
+        raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
+    tokenizer.eot_id = identity["eot_id"]
+    if tokenizer.fingerprint != identity["fingerprint"]:
+        raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
+                        f"{tokenizer.fingerprint[:12]}, saved {identity['fingerprint'][:12]}); put the saved one back")
+    return tokenizer
+
+
+def byte_tokenizer():
+    """256 bytes and an end-of-text id: nothing to download, nothing it cannot spell."""
+    def encode(text):
+        return np.frombuffer(whole(text).encode(), np.uint8).astype(np.uint16)
+
+    token_bytes = [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
+    return Tokenizer("byte", "byte", token_bytes, encode, {"<|endoftext|>": 256}, "<|endoftext|>")
+
+
+def char_tokenizer(chars, with_eot):
+    """An id for each character of chars (an iterable of str, of any length), in sorted order; with_eot adds an
+    end-of-text id after them, for corpora of several documents."""
+    seen = set()
+    for part in [chars] if isinstance(chars, str) else chars:
+        seen.update(part)
+    return ordered_char_tokenizer("".join(sorted(seen)), with_eot)
+
+
+def ordered_char_tokenizer(chars, with_eot):
+    """As char_tokenizer, chars being a str whose i-th character has id i."""
+    points = np.frombuffer(chars.encode("utf-32-le", "surrogatepass"), "<u4")
+    order = np.argsort(points)
+    sorted_points = points[order]
+
+    def encode(text):
+        text_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        place = np.searchsorted(sorted_points, text_points).clip(max=len(chars) - 1)
+        known = sorted_points[place] == text_points
+        if not known.all():
+            strange = sorted({chr(p) for p in text_points[~known]})
+            more = f" and {len(strange) - 5} more" if len(strange) > 5 else ""
+            raise UserError(f"the char tokenizer does not know {', '.join(map(repr, strange[:5]))}{more}: it has only "
+                            f"the {len(chars)} characters of its corpus, {shortened(chars)!r}; write with those, or "
+                            "prepare the data with --tokenizer byte")
+        return order[place]
+
+    token_bytes = [char.encode("utf-8", "surrogatepass") for char in chars] + [b"<|endoftext|>"] * with_eot
+    special = {"<|endoftext|>": len(chars)} if with_eot else {}
+    return Tokenizer("char", "char", token_bytes, encode, special, "<|endoftext|>" if with_eot else None, chars=chars)
+
+
+def shortened(text, length=100):
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def whole(text):
+    """text with U+FFFD for halves of surrogate pairs: JSON can spell them (\\ud800), UTF-8 cannot."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def tiktoken_tokenizer(name, eot=None):
+    """tiktoken's encoding of that name; its files are fetched once and cached by tiktoken."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:  # whatever its HTTP library says
+        raise UserError(f"tiktoken could not fetch its files for {name!r} ({type(error).__name__}): connect to the "
+                        "network once, or set TIKTOKEN_CACHE_DIR to a folder that holds them already") from None
+
+    def encode(text):
+        try:
+            # disallowed_special=() makes control tokens ordinary text; a third faster than encode_ordinary's list
+            return encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return encode(whole(text))
+
+    token_bytes = []
+    for i in range(encoding.n_vocab):
+        try:
+            token_bytes.append(encoding.decode_single_token_bytes(i))
+        except KeyError:  # cl100k_base and o200k_base leave some unused
+            token_bytes.append(None)
+    special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+    return Tokenizer("tiktoken", name, token_bytes, encode, special, end_of_text(special, eot, None, name))
+
+
+def json_tokenizer(path, eot=None):
+    """A tokenizer.json (path to it, or to its folder) by the tokenizers library. Raises UserError.
+
+    Text never makes a token that the file marks as special; added tokens that it does not mark so (Qwen3's <think>)
+    are ordinary vocabulary. vocab_size counts added tokens: the highest id + 1.
+    """
+    if os.path.isdir(path):
+        path = os.path.join(path, "tokenizer.json")
+    folder = os.path.dirname(os.path.abspath(path))
+    import tokenizers
+
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            json_text = file.read()
+        engine = tokenizers.Tokenizer.from_str(json_text)
+    except OSError as error:
+        raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+    engine.encode_special_tokens = True
+    engine.no_truncation()  # a file saved after training may hold both, and would lose or add ids silently
+    engine.no_padding()
+
+    def encode(text):
+        # a batch of one: the fast call without offsets (30% less time) is there for batches only
+        return np.array(engine.encode_batch_fast([whole(text)], add_special_tokens=False)[0].ids, np.uint32)
+
+    special = {token.content: i for i, token in engine.get_added_tokens_decoder().items() if token.special}
+    eot = end_of_text(special, eot, configured_eos(folder), path)
+    return Tokenizer("json", os.path.basename(folder), json_token_bytes(engine, path), encode, special, eot,
+                     json_text=json_text)
+
+
+def configured_eos(folder):
+    """The eos_token of the tokenizer_config.json beside a tokenizer.json, or None."""
+    try:
+        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
+            eos = json.load(file).get("eos_token")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder}/tokenizer_config.json cannot be read: {error}") from None
+    return eos["content"] if isinstance(eos, dict) else eos
+
+
+def end_of_text(special, asked, configured, name):
+    """The special token that ends a document: the one asked for, else one named for it, else the configured one."""
+    if asked is not None:
+        if asked not in special:
+            raise UserError(f"--eot {asked}: {name} has no such special token; it has "
+                            f"{', '.join(sorted(special)) or 'none'}")
+        return asked
+    for token in (configured if configured in END_OF_TEXT else None, *END_OF_TEXT, configured):
+        if token in special:
+            return token
+    return None
+
+
+def json_token_bytes(engine, path):
+    """The bytes of each id of a tokenizer.json, read off its decoder: bytes written as printable characters (GPT-2's
+    way), or text with ▁ for a space and <0x0A> for a lone byte (sentencepiece's way)."""
+    def parts(component):
+        """The types of the steps a component consists of."""
+        state = json.loads(component.__getstate__()) if component else {}
+        return {step["type"] for step in state.get("decoders", state.get("pretokenizers", [state])) if step}
+
+    decoders = parts(engine.decoder) or parts(engine.pre_tokenizer) & {"ByteLevel"}
+    strange = decoders - {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
+    if strange:
+        raise UserError(f"{path} decodes by {', '.join(sorted(strange))}, where a token's bytes depend on its "
+                        "neighbours; tokenizers of the kinds ByteLevel and Metaspace work")
+    # GPT-2 shows each byte as a printable character: itself where it is one, else the next free one from U+0100 on
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+    def token_bytes(token):
+        if "ByteLevel" in decoders:
+            return bytes(byte_of[c] for c in token) if all(c in byte_of for c in token) else token.encode()
+        if "ByteFallback" in decoders and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return (token.replace("▁", " ") if decoders & {"Metaspace", "Replace"} else token).encode()
+
+    vocabulary = engine.get_vocab(with_added_tokens=True)
+    table = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for token, i in vocabulary.items():
+        table[i] = token_bytes(token)
+    for i, token in engine.get_added_tokens_decoder().items():
+        table[i] = token.content.encode()
+    return table
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Builds dicts, lists, strings and numbers; a pickle that asks for anything else, code included, is refused."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def char_tokenizer_from_nanogpt(path):
+    """The char tokenizer of a nanoGPT meta.pkl (its stoi), read without running anything in it. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            stoi = PlainUnpickler(file).load()["stoi"]
+        chars = [char for char, i in sorted(stoi.items(), key=lambda item: item[1])]
+        in_order = sorted(stoi.values()) == list(range(len(stoi)))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise UserError(f"{path} is not a nanoGPT meta.pkl (a plain dict with stoi): {error}") from None
+    if not stoi or not in_order or any(not isinstance(char, str) or len(char) != 1 for char in chars):
+        raise UserError(f"{path}: expected stoi to number single characters from 0 on without gaps")
+    return ordered_char_tokenizer("".join(chars), with_eot=False)

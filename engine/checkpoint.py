@@ -1,0 +1,315 @@
+"""Checkpoints: complete or absent, plain names, nothing pickled.
+
+    out/<run>/checkpoints/step_00001000/
+        model.safetensors  optimizer.safetensors  [tokenizer.json]
+        manifest.json      step, samples, files with sizes and checksums, where each tensor lies, config, versions
+
+A checkpoint is written to a hidden folder beside the others, every file synced, the manifest last, then renamed: a folder
+named step_* is complete. The manifest says of every tensor its global shape and which file holds which part of it, so a
+checkpoint written in shards is read by the same lines.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import time
+
+import torch
+from safetensors import safe_open
+
+from data.tokenizers import tokenizer_from_identity
+from engine.errors import UserError, full_disk, is_full_disk
+from model import ModelConfig
+
+FORMAT = "boringgpt-checkpoint"
+VERSION = 1
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what its manifest says."""
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def write_safetensors(path, tensors):
+    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "sha256"}.
+
+    The safetensors package builds the whole file in memory first. This one copies, hashes and writes a tensor at a time:
+    memory and bytes are those of one tensor, and a full disk is noticed where it happens.
+    """
+    header, offset = {}, 0
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as f:
+        def put(data):
+            digest.update(data)
+            f.write(data)
+        put(struct.pack("<Q", len(text)))
+        put(text)
+        for t in tensors.values():
+            put(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        f.flush()
+        os.fsync(f.fileno())
+    return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
+
+
+def write_json(path, value):
+    """Writes JSON so that the path holds all of it or what it held before."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(value, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def json_checksum(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sync_folder(path):
+    """Makes what was created or renamed in a folder survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def bytes_needed(model):
+    """What a checkpoint of a model and its AdamW state takes on disk, but for a few KB of text."""
+    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def save(run, model, optimizer, state, tokenizer=None):
+    """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns the folder.
+
+    UserError where the disk is full; what was there before is then untouched and nothing partial is left.
+    """
+    final = step_folder(run, state["step"])
+    partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        os.makedirs(partial)
+        files, index = {}, {}
+        for part, tensors in (("model", dict(model.named_parameters())), ("optimizer", optimizer.state())):
+            file = f"{part}.safetensors"
+            files[file] = write_safetensors(os.path.join(partial, file), tensors)
+            index[part] = {name: {"shape": list(t.shape), "pieces": [{"file": file, "offset": [0] * t.dim(), "shape": list(t.shape)}]}
+                           for name, t in tensors.items()}
+        if tokenizer:
+            tokenizer.save(partial)
+        manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
+        write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
+        sync_folder(partial)
+        os.rename(partial, final)
+        sync_folder(os.path.dirname(final))
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_full_disk(error):
+            raise full_disk(final, bytes_needed(model), error) from error
+        raise
+    return final
+
+
+def mark_best(run, step):
+    """Makes checkpoints/best the checkpoint of `step`: hard links, so it costs no space until the original is deleted."""
+    folder = os.path.join(run, "checkpoints")
+    new, old, best = (os.path.join(folder, n) for n in (".best.partial", ".best.old", "best"))
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        shutil.copytree(step_folder(run, step), new, copy_function=os.link)
+    except OSError:  # a file system without hard links
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.copytree(step_folder(run, step), new)
+    if os.path.isdir(best):
+        os.rename(best, old)
+    os.rename(new, best)
+    sync_folder(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def delete_old(run, keep_last, keep_every):
+    """Deletes all but the newest keep_last checkpoints (-1: none) and those on multiples of keep_every."""
+    steps = list_steps(run)
+    for step in steps[:-keep_last] if keep_last > 0 else []:
+        if not keep_every or step % keep_every:
+            doomed = os.path.join(run, "checkpoints", f".step_{step:08d}.old")
+            os.rename(step_folder(run, step), doomed)  # absent at once, then gone
+            shutil.rmtree(doomed)
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def step_folder(run, step):
+    return os.path.join(run, "checkpoints", f"step_{step:08d}")
+
+
+def list_steps(run):
+    """The steps of a run's checkpoints in rising order: by number, whatever the file times or the spelling say."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(int(m[1]) for n in os.listdir(os.path.join(run, "checkpoints")) if (m := re.fullmatch(r"step_(\d{8,})", n)))
+    return []
+
+
+def clear_leftovers(run):
+    """Removes what a save that died left behind; a best that lost its place half-way through gets it back."""
+    folder = os.path.join(run, "checkpoints")
+    if os.path.isdir(os.path.join(folder, ".best.old")) and not os.path.isdir(os.path.join(folder, "best")):
+        os.rename(os.path.join(folder, ".best.old"), os.path.join(folder, "best"))
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if name.startswith("."):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+
+def set_aside(run, names):
+    """Moves files of a run into run/set_aside_<time>/: an earlier curve is never overwritten. Returns that folder or None."""
+    names = [n for n in names if os.path.exists(os.path.join(run, n))]
+    if not names:
+        return None
+    folder = os.path.join(run, time.strftime("set_aside_%Y%m%d_%H%M%S"))
+    for name in names:
+        os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+        os.rename(os.path.join(run, name), os.path.join(folder, name))
+    return folder
+
+
+def newest_complete(run, say, step=None):
+    """The Checkpoint with the highest step that is whole, or that of `step`; None where a run has none at all.
+
+    A damaged one is named through say(sentence) and the one before it taken; UserError where all are damaged.
+    """
+    steps = list_steps(run)
+    if step is not None:
+        if step not in steps:
+            raise UserError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
+        return open_checkpoint(step_folder(run, step))
+    for candidate in reversed(steps):
+        path = step_folder(run, candidate)
+        try:
+            checkpoint = Checkpoint(path)
+            checkpoint.verify()
+            return checkpoint
+        except Damaged as damage:
+            say(f"warning: {path} is damaged ({damage}); trying the one before it")
+    if steps:
+        raise UserError(f"every checkpoint in {os.path.join(run, 'checkpoints')} is damaged ({', '.join(map(str, steps))}); "
+                        "restore one, or give --resume=never to set them aside and start anew")
+    return None
+
+
+def open_checkpoint(path):
+    """A verified Checkpoint; UserError where it is damaged."""
+    try:
+        checkpoint = Checkpoint(path)
+        checkpoint.verify()
+        return checkpoint
+    except Damaged as damage:
+        raise UserError(f"{path} is damaged: {damage}; another checkpoint of the run may be whole") from None
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class Checkpoint:
+    """A checkpoint on disk: its manifest at once, its tensors when asked for."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
+                self.manifest = json.load(f)
+        except FileNotFoundError:
+            raise Damaged("manifest.json is missing") from None
+        except ValueError as error:
+            raise Damaged(f"manifest.json is not JSON: {error}") from None
+        if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
+            raise Damaged("manifest.json is not that of a checkpoint")
+        if self.manifest.pop("sha256", None) != json_checksum(self.manifest):
+            raise Damaged("manifest.json does not have the checksum it was written with")
+        if self.manifest["version"] > VERSION:
+            raise UserError(f"{path} has format version {self.manifest['version']}, this version of the project reads up to {VERSION}")
+        self.step, self.samples = self.manifest["step"], self.manifest["samples"]
+        self._open = {}
+
+    def verify(self):
+        """Raises Damaged unless every file has the size and the checksum that the manifest names."""
+        for name, expected in self.manifest["files"].items():
+            path = os.path.join(self.path, name)
+            if not os.path.isfile(path):
+                raise Damaged(f"{name} is missing")
+            if os.path.getsize(path) != expected["bytes"]:
+                raise Damaged(f"{name} has {os.path.getsize(path):,} bytes, expected {expected['bytes']:,}")
+            with open(path, "rb") as f:
+                if hashlib.file_digest(f, "sha256").hexdigest() != expected["sha256"]:
+                    raise Damaged(f"{name} does not have the checksum it was written with")
+
+    def model_config(self):
+        return ModelConfig(**self.manifest["model"])
+
+    def tokenizer(self):
+        identity = self.manifest["tokenizer"]
+        return tokenizer_from_identity(identity, self.path) if identity else None
+
+    def names(self, part):
+        """Names of the tensors of a part, "model" or "optimizer"."""
+        return list(self.manifest["tensors"][part])
+
+    def read(self, part, name):
+        """One tensor, put together from the files that hold parts of it."""
+        entry = self.manifest["tensors"][part][name]
+        out = None
+        for piece in entry["pieces"]:
+            if piece["file"] not in self._open:
+                self._open[piece["file"]] = safe_open(os.path.join(self.path, piece["file"]), "pt")
+            tensor = self._open[piece["file"]].get_tensor(name)
+            if piece["shape"] == entry["shape"]:
+                return tensor
+            out = tensor.new_empty(entry["shape"]) if out is None else out
+            out[tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"]))] = tensor
+        return out
+
+    @torch.no_grad()
+    def load_into(self, part, tensors):
+        """Copies a part's values into {name: tensor}; UserError that lists names missing on either side."""
+        fill(tensors, {n: lambda n=n: self.read(part, n) for n in self.names(part)}, self.path)
+
+
+@torch.no_grad()
+def fill(tensors, values, where):
+    """Copies values {name: function that returns the tensor} into {name: tensor}, by name, a tensor at a time.
+
+    UserError that lists what is missing, what is left over and what has another shape. Only rows of embeddings may differ in
+    number: a vocabulary's padding (what is not there becomes zero), and positions beyond a smaller block_size.
+    """
+    missing, unexpected = sorted(set(tensors) - set(values)), sorted(set(values) - set(tensors))
+    problems = [f"{where} lacks {', '.join(missing)}"] if missing else []
+    problems += [f"{where} has {', '.join(unexpected)}, which this model has no place for"] if unexpected else []
+    if problems:
+        raise UserError(*problems)
+    for name, t in tensors.items():
+        value = values[name]()
+        rows_differ = value.shape != t.shape and value.shape[1:] == t.shape[1:]
+        if rows_differ and (name in ("wte.weight", "head.weight") or name == "wpe.weight" and len(value) > len(t)):
+            rows = min(len(value), len(t))
+            t.zero_()
+            t[:rows].copy_(value[:rows])
+        elif value.shape != t.shape:
+            raise UserError(f"{where}: {name} has shape {tuple(value.shape)}, this model needs {tuple(t.shape)}")
+        else:
+            t.copy_(value)
+
+

@@ -1,0 +1,417 @@
+"""A run's settings: defaults, then a config file, then the command line, each value checked.
+
+Names that nanoGPT has mean what they mean there, and its config files run as they are. `python train.py --help` prints
+the class Config below: it is the reference.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+import runpy
+import sys
+import types
+import typing
+from dataclasses import dataclass
+
+from engine.errors import UserError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass
+class Config:
+    # the run
+    out_dir: str | None = None  # the run's folder (default: out/<name of the config file>)
+    seed: int = 1337  # weights, data order and dropout follow from it
+    max_iters: int = 600_000  # updates to make; the last one is always saved
+    init_from: str = "scratch"  # scratch | a run or checkpoint folder to branch from | a nanoGPT ckpt.pt | resume
+    init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
+    resume: str = "auto"  # auto: the same command goes on where it stopped | never: an earlier run is set aside
+    resume_step: int | None = None  # go back to the checkpoint of this step (later ones are set aside)
+    allow_change: bool = False  # resume although something that changes the curve was changed
+
+    # model; see ModelConfig in model.py
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None
+    n_embd: int = 768
+    head_dim: int | None = None
+    mlp_hidden: int | None = None
+    block_size: int = 1024
+    vocab_size: int | None = None  # default: the tokenizer's
+    bias: bool = False
+    dropout: float = 0.0
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm_eps: float = 1e-5
+    pos: str = "learned"  # learned | rope
+    rope_theta: float = 10000.0
+    mlp: str = "gelu"  # gelu (exact, as nanoGPT) | gelu_tanh (as OpenAI's GPT-2) | swiglu | relu2
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+
+    # data and batch
+    dataset: str = "openwebtext"  # a folder, or the name of one under data/
+    batch_size: int = 12  # sequences a process takes at a time: a micro-batch
+    total_batch_size: int | None = None  # tokens an update is made of, over all micro-batches and processes
+    gradient_accumulation_steps: int | None = None  # nanoGPT's way to say it: micro-batches an update (default 40)
+
+    # optimizer
+    optimizer: str = "adamw"
+    learning_rate: float = 6e-4
+    min_lr: float | None = None  # where the decay ends (default: learning_rate / 10)
+    lr_schedule: str = "cosine"  # cosine | wsd | linear | constant, each after the warmup
+    warmup_iters: int = 2000
+    lr_decay_iters: int | None = None  # the update at which min_lr is reached (default: max_iters of the first start)
+    decay_fraction: float = 0.2  # wsd: the part of lr_decay_iters that the final, linear decay takes
+    weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # 0: no clipping
+    max_bad_steps: int = 3  # updates in a row that may be skipped for a gradient that is not finite, before stopping
+
+    # the machine
+    device: str = "auto"  # auto | cpu | cuda | cuda:N | mps
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    compile: bool | None = None  # torch.compile, a block at a time (default: on cuda)
+    threads: int = 0  # CPU threads (0: as torch chooses)
+    backend: str = "auto"  # of torch.distributed; nothing to choose on one process
+
+    # checkpoints
+    save_interval: int | None = None  # updates between checkpoints (default: eval_interval)
+    keep_last: int = 2  # checkpoints to keep (-1: all)
+    keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this (0: none)
+
+    # evaluation and logs
+    eval_interval: int = 2000  # updates between evaluations (0: none)
+    eval_tokens: int | None = None  # validation tokens (default: eval_iters * batch_size * block_size)
+    eval_only: bool = False
+    log_interval: int = 1  # updates between lines on the console; metrics.jsonl has every update
+    sample_interval: int = 0  # updates between sample texts (0: one at the end)
+    sample_tokens: int = 256  # length of a sample text (0: none)
+    wandb_log: bool = False
+    wandb_project: str = "boringgpt"
+    wandb_run_name: str | None = None  # default: the name of the run's folder
+
+    # nanoGPT's other names, turned into the ones above
+    eval_iters: int = 200
+    decay_lr: bool = True  # False: lr_schedule=constant, warmup_iters=0
+    always_save_checkpoint: bool = True  # False: keep_last=1; the best by validation loss is kept apart in any case
+
+    def __post_init__(self):
+        self.given = {}  # key -> where its value comes from, for those that do not come from the defaults
+
+    @property
+    def micro_batches(self):
+        return self.total_batch_size // (self.batch_size * self.block_size)
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+# What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
+ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias norm norm_eps pos rope_theta "
+                "mlp qk_norm tie_embeddings").split()
+CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
+         "decay_fraction weight_decay beta1 beta2 grad_clip dtype").split()
+
+CHOICES = {
+    "resume": ("auto", "never"),
+    "optimizer": ("adamw",),
+    "lr_schedule": ("cosine", "wsd", "linear", "constant"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "backend": ("auto", "nccl", "gloo"),
+}
+AT_LEAST = {
+    "max_iters": 0, "batch_size": 1, "total_batch_size": 1, "gradient_accumulation_steps": 1, "warmup_iters": 0,
+    "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
+    "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0,
+    "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0,
+}
+
+
+# ------------------------------------------------------------------------------------------------ reading one value
+
+
+def expected_type(field):
+    """(type, whether None is allowed) of a dataclass field annotated T or T | None."""
+    options = typing.get_args(field.type)
+    return (options[0], True) if options else (field.type, False)
+
+
+FORMS = {int: "an integer, such as 1000", float: "a number, such as 3e-4", bool: "true or false", str: "a text"}
+
+
+def check_value(field, value, where):
+    """The value of a config file's assignment as the field's type; UserError where it is another one."""
+    key, (kind, optional) = field.name, expected_type(field)
+    if value is None and optional:
+        return None
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is bool and type(value) is int and value in (0, 1):
+        return bool(value)
+    if type(value) is not kind:
+        raise UserError(f"{where}: {key}={value!r} is {_a(type(value).__name__)}, expected {FORMS[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise UserError(f"{where}: {key}={value} is not finite, expected {FORMS[kind]}")
+    return value
+
+
+def parse_value(field, text, where):
+    """The value that a command-line text stands for."""
+    key, (kind, optional) = field.name, expected_type(field)
+    if optional and text.lower() == "none":
+        return None
+    if kind is bool:
+        if text.lower() in ("true", "false", "1", "0"):
+            return text.lower() in ("true", "1")
+    elif kind is str:
+        return text
+    else:
+        try:
+            return check_value(field, kind(text), where)
+        except ValueError:
+            pass
+    raise UserError(f"{where}: {key}={text!r}: expected {FORMS[kind]}")
+
+
+def _a(noun):
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def nearest(name, names):
+    """', did you mean X?' for the nearest of `names`, or nothing."""
+    initials = [n for n in names if name and "".join(part[0] for part in n.split("_") if part) == name]  # lr, wd
+    found = initials or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+# ---------------------------------------------------------------------------------------------- reading all of them
+
+
+def find_config_file(name):
+    """The path of a config file given as a path (here, or in the repository) or as a rung's bare name."""
+    for path in (name, os.path.join(ROOT, name), os.path.join(ROOT, "configs", name + ".py")):
+        if os.path.isfile(path):
+            return path
+    rungs = sorted(f[:-3] for f in os.listdir(os.path.join(ROOT, "configs")) if f.endswith(".py"))
+    stem = os.path.splitext(os.path.basename(name))[0]
+    raise UserError(f"there is no config file {name}{nearest(stem, rungs)}; the rungs in configs/ are {', '.join(rungs)}")
+
+
+def read_config_file(path, known):
+    """The assignments of a config file, checked; names that start with _, modules and functions are its own business."""
+    if ROOT not in sys.path:
+        sys.path.insert(0, ROOT)  # for `from configs.gpt2_124m import *`
+    try:
+        found = runpy.run_path(path)
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{path}, line {error.lineno}: not Python: {error.msg}") from None
+    except Exception as error:
+        raise UserError(f"{path}: running it failed: {type(error).__name__}: {error}") from None
+    values, problems = {}, []
+    for key, value in found.items():
+        if key.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
+            continue
+        if key not in known:
+            problems.append(f"{path}: unknown setting {key!r}{nearest(key, known)}")
+            continue
+        try:
+            values[key] = check_value(known[key], value, path)
+        except UserError as error:
+            problems += error.sentences
+    if problems:
+        raise UserError(*problems)
+    return values
+
+
+def read_command_line(argv, known):
+    """(config files, {key: value}) from `file.py --key=value --key value --flag ...`; the last of a key counts."""
+    files, values, problems = [], {}, []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            files.append(word)
+            continue
+        key, equals, text = word.lstrip("-").partition("=")
+        if key not in known:
+            problems.append(f"command line: unknown setting {word.split('=')[0]!r}{nearest(key, known)}")
+            if not equals and words and not words[0].startswith("--"):
+                words.pop(0)
+            continue
+        if not equals:
+            is_flag = expected_type(known[key])[0] is bool and (not words or words[0].lower() not in ("true", "false", "1", "0"))
+            if is_flag:
+                text = "true"
+            elif words and not words[0].startswith("--"):
+                text = words.pop(0)
+            else:
+                problems.append(f"command line: --{key} has no value, expected {FORMS[expected_type(known[key])[0]]}")
+                continue
+        try:
+            values[key] = parse_value(known[key], text, "command line")
+        except UserError as error:
+            problems += error.sentences
+    if problems:
+        raise UserError(*problems)
+    return files, values
+
+
+def read_settings(settings, argv, default_file=None):
+    """Sets the fields of a dataclass object from config files and the command line; returns (given, the last file or None).
+
+    given: {key: where its value comes from}, for those that do not come from the defaults.
+    """
+    known = {f.name: f for f in dataclasses.fields(settings)}
+    files, values = read_command_line(argv, known)
+    files = [find_config_file(f) for f in files or [default_file] if f]
+    sources = [(path, read_config_file(path, known)) for path in files] + [("command line", values)]
+    given = {}
+    for where, found in sources:
+        for key, value in found.items():
+            setattr(settings, key, value)
+            given[key] = where
+    return given, files[-1] if files else None
+
+
+def load_config(argv, default_file):
+    """The Config that a command line asks for, its values checked one by one; resolve() checks them together."""
+    config = Config()
+    config.given, file = read_settings(config, argv, default_file)
+    if config.out_dir is None:
+        config.out_dir = os.path.join("out", os.path.splitext(os.path.basename(file))[0])
+    check_ranges(config)
+    return config
+
+
+def check_ranges(config):
+    """UserError with a sentence for each setting that no run could use."""
+    c, problems = config, []
+    for key, choices in CHOICES.items():
+        if getattr(c, key) not in choices:
+            problems.append(f"{key}={getattr(c, key)}: expected one of {', '.join(choices)}{nearest(getattr(c, key), choices)}")
+    for key, least in AT_LEAST.items():
+        if getattr(c, key) is not None and getattr(c, key) < least:
+            problems.append(f"{key}={getattr(c, key)}: expected at least {least}")
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(c, key) < 1:
+            problems.append(f"{key}={getattr(c, key)}: expected a number from 0 up to, but not, 1")
+    if not 0 < c.decay_fraction <= 1:
+        problems.append(f"decay_fraction={c.decay_fraction}: expected a number above 0, 1 at most")
+    if c.keep_last == 0 or c.keep_last < -1:
+        problems.append(f"keep_last={c.keep_last}: expected a number of checkpoints from 1 on, or -1 for all")
+    if problems:
+        raise UserError(*problems)
+
+
+def resolve(config):
+    """Turns nanoGPT's names into ours and fills in what follows from other settings; UserError where the batch does not fit."""
+    c = config
+    if not c.decay_lr:
+        c.lr_schedule, c.warmup_iters = "constant", 0
+    if not c.always_save_checkpoint and "keep_last" not in c.given:
+        c.keep_last = 1
+    if c.min_lr is None:
+        c.min_lr = c.learning_rate / 10
+    if c.lr_decay_iters is None:
+        c.lr_decay_iters = max(1, c.max_iters)
+    if c.eval_tokens is None:
+        c.eval_tokens = c.eval_iters * c.batch_size * c.block_size
+    if c.save_interval is None:
+        c.save_interval = c.eval_interval or max(1, c.max_iters)
+    resolve_batch(c)
+
+
+def resolve_batch(c):
+    """total_batch_size and gradient_accumulation_steps from each other; UserError where they do not fit."""
+    micro = c.batch_size * c.block_size
+    if c.block_size < 1:
+        raise UserError(f"block_size={c.block_size}: expected at least 1")
+    pair = ("total_batch_size", "gradient_accumulation_steps")
+    by_hand = [k for k in pair if c.given.get(k) == "command line"]
+    if len(by_hand) == 1:  # what was typed wins over what the config file says in the other way
+        setattr(c, pair[by_hand[0] == pair[0]], None)
+    if c.total_batch_size is None:
+        c.total_batch_size = micro * (c.gradient_accumulation_steps or 40)
+    down = c.total_batch_size // micro * micro
+    if down != c.total_batch_size:
+        works = " or ".join(str(v) for v in (down, down + micro) if v)
+        raise UserError(f"total_batch_size={c.total_batch_size} tokens is not a multiple of batch_size * block_size = "
+                        f"{c.batch_size} * {c.block_size} = {micro}: total_batch_size={works} would work")
+    if c.gradient_accumulation_steps not in (None, c.micro_batches):
+        raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} and total_batch_size="
+                        f"{c.total_batch_size} contradict each other: {c.total_batch_size} tokens are {c.micro_batches} "
+                        f"micro-batches of {c.batch_size} * {c.block_size}; give one of the two")
+    c.gradient_accumulation_steps = c.micro_batches
+
+
+# ------------------------------------------------------------------------- a run that goes on, or starts from weights
+
+
+def take_architecture(config, model, where):
+    """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
+
+    What the command line said must agree; a smaller block_size stands, since weights can be cropped to it.
+    """
+    sentences, wrong = [], []
+    for key in ARCHITECTURE:
+        asked, found = getattr(config, key), getattr(model, key)
+        if key == "block_size" and key in config.given and asked < found:
+            continue
+        if key in config.given and asked is not None and asked != found:
+            sentence = f"{key} is {found} in {where}, not {asked} as {config.given[key]} says"
+            (wrong if config.given[key] == "command line" else sentences).append(sentence)
+        setattr(config, key, found)
+    if wrong:
+        raise UserError(*[f"{w}: leave it out, or start from other weights" for w in wrong])
+    return sentences
+
+
+def keep_saved(config, saved):
+    """Settings that nobody gave and that a longer max_iters must not move: a resumed run keeps the saved ones.
+
+    Returns a sentence to say, or None.
+    """
+    if "lr_decay_iters" in config.given or config.lr_decay_iters == saved["lr_decay_iters"]:
+        return None
+    config.lr_decay_iters = saved["lr_decay_iters"]
+    if config.lr_schedule == "constant":
+        return None
+    return (f"the learning rate still reaches min_lr at update {config.lr_decay_iters:,}, as when this run started; "
+            "to stretch the schedule give --lr_decay_iters and --allow_change")
+
+
+def compare_with_saved(config, saved, where):
+    """Checks a resumed run's settings against the checkpoint's; returns [(key, saved, now)] of allowed changes of the curve."""
+    def changes(keys):
+        return [(k, saved[k], getattr(config, k)) for k in keys if k in saved and saved[k] != getattr(config, k)]
+
+    wrong = [f"{k} is {old} in {where} and {new} in this configuration: a checkpoint cannot change its architecture; "
+             f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE)]
+    if wrong:
+        raise UserError(*wrong)
+    curve = changes(CURVE)
+    if curve and not config.allow_change:
+        raise UserError(*[f"{k} was {old} in {where} and is {new} now, which changes the curve: give {k}={old} to go on with "
+                          "the same run, or --allow_change to go on with another" for k, old, new in curve])
+    return curve
+
+
+# ------------------------------------------------------------------------------------------------------- showing it
+
+
+def as_dict(config):
+    """The resolved settings, JSON-able, in the order of the class."""
+    return {name: getattr(config, name) for name in FIELDS if name not in ("eval_iters", "decay_lr", "always_save_checkpoint")}
+
+
+def table(config):
+    """Every resolved setting, for the start of a log; a * marks those that were given."""
+    cells = [f"{'*' if k in config.given else ' '}{k} = {'-' if v is None else v}" for k, v in as_dict(config).items()]
+    width = max(len(c) for c in cells) + 2
+    columns = max(1, min(4, 120 // width))
+    rows = -(-len(cells) // columns)
+    return "\n".join("".join(c.ljust(width) for c in cells[r::rows]).rstrip() for r in range(rows))

@@ -1,0 +1,160 @@
+"""Weights from elsewhere: nanoGPT's ckpt.pt and Hugging Face's GPT-2, under this project's names. Nothing is unpickled."""
+
+import glob
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from data.tokenizers import load_tokenizer, tokenizer_from_identity
+from data.shards import find_dataset
+from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint, step_folder
+from engine.config import ROOT, nearest
+from engine.errors import UserError
+from model import ModelConfig
+
+GPT2_NAMES = {"gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/gpt2-medium",
+              "gpt2-large": "openai-community/gpt2-large", "gpt2-xl": "openai-community/gpt2-xl"}
+
+
+@dataclass
+class Weights:
+    """A model found somewhere: its architecture, its tensors by our names, each read when called for."""
+
+    path: str
+    model_config: ModelConfig
+    tensors: dict[str, Any]  # name -> function that returns the tensor
+    tokenizer: Any  # None where nothing says which one it was trained with
+    checkpoint: Checkpoint | None = None  # where it is one of ours, which has an optimizer's state too
+
+
+def open_weights(where, say=print):
+    """The Weights at `where`: a run folder (its newest checkpoint), one of its checkpoints, a nanoGPT ckpt.pt or its folder, a
+    Hugging Face folder or name. UserError, a sentence, where there is none that can be read."""
+    if os.path.isfile(os.path.join(where, "manifest.json")):
+        return of_checkpoint(open_checkpoint(where))
+    if list_steps(where):
+        return of_checkpoint(newest_complete(where, say))
+    if where.endswith(".pt") or os.path.isfile(os.path.join(where, "ckpt.pt")):
+        return of_nanogpt(where if where.endswith(".pt") else os.path.join(where, "ckpt.pt"))
+    if os.path.isfile(os.path.join(where, "config.json")) and glob.glob(os.path.join(where, "*.safetensors")):
+        return of_gpt2(where)
+    if os.path.exists(where):
+        raise UserError(f"{where} holds no weights: expected a run or checkpoint folder, a nanoGPT ckpt.pt, or a Hugging Face "
+                        "folder with config.json and .safetensors files")
+    if where in GPT2_NAMES or where.count("/") == 1 and not where.startswith((".", "/", "out/")):
+        return of_gpt2(download(GPT2_NAMES.get(where, where)))
+    raise UserError(f"there is nothing at {where}{nearest(where, list(GPT2_NAMES))}")
+
+
+def of_checkpoint(checkpoint):
+    tensors = {n: lambda n=n: checkpoint.read("model", n) for n in checkpoint.names("model")}
+    return Weights(checkpoint.path, checkpoint.model_config(), tensors, checkpoint.tokenizer(), checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------------------ nanoGPT
+
+# nanoGPT's name of a module -> ours; q, k and v are one matrix there
+GPT2_MODULES = {"wte": "wte", "wpe": "wpe", "ln_f": "norm", "ln_1": "norm1", "ln_2": "norm2", "attn.c_proj": "attn.o",
+                "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+
+
+def rename_gpt2(names, read, n_layer, n_embd, transposed):
+    """{our name: function that returns the tensor} for GPT-2's names, as OpenAI, Hugging Face and nanoGPT share them.
+
+    `transposed`: matrices of the blocks are stored (in, out), as OpenAI's. Names without a place come back as they are,
+    so that they are seen as unexpected; the causal masks that old files hold as buffers are passed over.
+    """
+    found = {}
+    for name in names:
+        words = name.removeprefix("transformer.").split(".")
+        if words[-1] == "masked_bias" or words[-2:] == ["attn", "bias"] or name == "lm_head.weight":  # the head is tied
+            continue
+        layer = f"blocks.{words[1]}." if words[0] == "h" else ""
+        module, kind = ".".join(words[2 if layer else 0:-1]), words[-1]
+
+        def whole(name=name, flip=transposed and kind == "weight" and ("attn" in module or "mlp" in module)):
+            return read(name).t() if flip else read(name)
+
+        if module == "attn.c_attn":
+            for i, part in enumerate("qkv"):
+                found[f"{layer}attn.{part}.{kind}"] = lambda whole=whole, i=i: whole()[i * n_embd:(i + 1) * n_embd]
+        else:
+            found[f"{layer}{GPT2_MODULES[module]}.{kind}" if module in GPT2_MODULES else name] = whole
+    return found
+
+
+def of_nanogpt(path):
+    """Weights of a nanoGPT checkpoint, compiled (`_orig_mod.`) or not. The restricted unpickler of torch.load builds tensors and
+    plain values alone; a file that asks for anything else is refused."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        args, state = saved["model_args"], {n.removeprefix("_orig_mod."): t for n, t in saved["model"].items()}
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}") from None
+    except Exception as error:
+        raise UserError(f"{path} is not a nanoGPT checkpoint that can be read without running code in it: "
+                        f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
+    config = ModelConfig(**{k: args[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout") if k in args},
+                         mlp="gelu")
+    tensors = rename_gpt2(state, state.__getitem__, config.n_layer, config.n_embd, transposed=False)
+    return Weights(path, config, tensors, nanogpt_tokenizer(path, saved.get("config", {}), config.vocab_size))
+
+
+def nanogpt_tokenizer(path, config, vocab_size):
+    """The tokenizer of the data set a nanoGPT checkpoint was trained on: beside it (DIR/data/NAME for DIR/out/ckpt.pt), or one
+    prepared here; else GPT-2's where the vocabulary has its size; else None."""
+    from data.shards import TokenDataset
+
+    name = str(config.get("dataset", ""))
+    beside = os.path.join(os.path.dirname(os.path.abspath(path)), "..", "data", name)
+    for folder in (beside, find_dataset(name, ROOT)) if name else ():
+        try:
+            identity = TokenDataset(folder, "train").tokenizer_identity
+        except UserError:
+            continue
+        if identity and identity["vocab_size"] <= vocab_size:
+            return tokenizer_from_identity(identity, folder)
+    return load_tokenizer("gpt2") if vocab_size in (50257, 50304) else None
+
+
+# ------------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def download(name):
+    """The folder of a Hugging Face model, from the hub or its cache; only weights, configuration and tokenizer."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+    except Exception as error:
+        raise UserError(f"{name} cannot be had from the Hugging Face hub and is not in its cache here ({type(error).__name__}); "
+                        "with a network it would be fetched, a local folder of the model works without") from None
+
+
+def of_gpt2(folder):
+    """Weights of a Hugging Face GPT-2: config.json and .safetensors files, one or several."""
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        c = json.load(f)
+    expected = {"model_type": "gpt2", "activation_function": "gelu_new", "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True}
+    for key, value in expected.items():
+        if c.get(key, value if key != "model_type" else None) != value:
+            raise UserError(f"{folder}/config.json has {key}={c.get(key)!r}: this version reads GPT-2 with {key}={value!r}")
+    config = ModelConfig(block_size=c["n_positions"], vocab_size=c["vocab_size"], n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"],
+                         mlp_hidden=c.get("n_inner"), bias=True, norm_eps=c["layer_norm_epsilon"], mlp="gelu_tanh")
+    files = {}
+    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+        try:
+            opened = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is not a whole safetensors file: {error}") from None
+        files.update({name: opened for name in opened.keys()})
+    tensors = rename_gpt2(files, lambda n: files[n].get_tensor(n), config.n_layer, config.n_embd, transposed=True)
+    tokenizer = load_tokenizer(folder) if os.path.isfile(os.path.join(folder, "tokenizer.json")) else None
+    if tokenizer is None and config.vocab_size == 50257:
+        tokenizer = load_tokenizer("gpt2")
+    return Weights(folder, config, tensors, tokenizer)

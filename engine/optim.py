@@ -1,0 +1,102 @@
+"""Parameter groups, AdamW, gradient clipping, learning-rate schedules, loss scaling for float16."""
+
+import math
+
+import torch
+from torch.optim.adamw import adamw
+
+
+class AdamW:
+    """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) over named parameters, by torch.optim's own kernels.
+
+    It is torch.optim's functional form: building a torch.optim.Optimizer imports torch._dynamo, a second of every start,
+    and state kept by parameter name is what a checkpoint wants. Matrices and embeddings decay, biases and norms do not.
+    """
+
+    def __init__(self, named_parameters, config):
+        self.betas, self.updates = (config.beta1, config.beta2), 0
+        self.parameters, self.moments = {}, {}  # name -> parameter; name -> (exp_avg, exp_avg_sq), made at the first step
+        for name, p in named_parameters:
+            self.parameters[name] = p
+        self.groups = [
+            ([n for n, p in self.parameters.items() if p.dim() >= 2], config.weight_decay),
+            ([n for n, p in self.parameters.items() if p.dim() < 2], 0.0),
+        ]
+
+    def make_state(self):
+        for name, p in self.parameters.items():
+            if name not in self.moments:
+                self.moments[name] = (torch.zeros_like(p), torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self, lr, grad_scale=None):
+        """One update from the gradients over grad_scale (a 0-dim tensor, None: 1), dividing inside the same pass."""
+        self.make_state()
+        for names, weight_decay in self.groups:
+            p = [self.parameters[n] for n in names]
+            if not p:
+                continue
+            # the kernel adds one to each before it uses it
+            steps = [torch.full((), float(self.updates), device=x.device) for x in p]
+            adamw(p, [x.grad for x in p], [self.moments[n][0] for n in names], [self.moments[n][1] for n in names], [], steps,
+                  fused=True, grad_scale=grad_scale, lr=lr, beta1=self.betas[0], beta2=self.betas[1],
+                  weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False)
+        self.updates += 1
+
+    def zero_grad(self):
+        for p in self.parameters.values():
+            p.grad = None
+
+    def state(self):
+        """Name -> tensor of everything but the number of updates, for checkpoints: <parameter>.exp_avg and .exp_avg_sq."""
+        self.make_state()
+        return {f"{n}.{kind}": t for n, pair in self.moments.items() for kind, t in zip(("exp_avg", "exp_avg_sq"), pair)}
+
+
+@torch.no_grad()
+def gradient_norm(parameters):
+    """The 2-norm of all gradients together, a float32 scalar on their device."""
+    norms = torch._foreach_norm([p.grad for p in parameters])
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class LossScale:
+    """Keeps float16 gradients above its smallest number: the loss is multiplied by `value`, halved when something
+    overflowed, doubled after GROWTH_INTERVAL updates without. (torch's GradScaler wants a torch.optim.Optimizer.)"""
+
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, enabled):
+        self.value, self.good_steps, self.enabled = 2.0**16 if enabled else 1.0, 0, enabled
+
+    def update(self, finite):
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good_steps % self.GROWTH_INTERVAL == 0:
+            self.value *= 2
+
+    def state(self):
+        return {"value": self.value, "good_steps": self.good_steps} if self.enabled else None
+
+    def load(self, state):
+        if self.enabled and state:
+            self.value, self.good_steps = state["value"], state["good_steps"]
+
+
+def learning_rate(config, step):
+    """The rate of update `step` (from 1): a function of the step and the settings alone."""
+    c, done = config, step - 1
+    if done < c.warmup_iters:
+        return c.learning_rate * (done + 1) / (c.warmup_iters + 1)
+    if c.lr_schedule == "constant":
+        return c.learning_rate
+    if done >= c.lr_decay_iters:
+        return c.min_lr
+    start = c.lr_decay_iters * (1 - c.decay_fraction) if c.lr_schedule == "wsd" else 0
+    start = max(start, c.warmup_iters)
+    part = max(0.0, (done - start) / (c.lr_decay_iters - start))  # 0 to 1 through the decay
+    left = 0.5 * (1 + math.cos(math.pi * part)) if c.lr_schedule == "cosine" else 1 - part
+    return c.min_lr + left * (c.learning_rate - c.min_lr)

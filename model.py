@@ -1,0 +1,387 @@
+"""The GPT: its shape, one block for every family, the loss, the KV cache and sampling.
+
+As GPT-2 (the defaults): learned positions, LayerNorm before each sub-layer, GELU, a head tied to the embedding,
+residual projections initialised smaller. The switches of ModelConfig turn the same block into Llama's or Qwen's.
+
+Shapes in comments: B batch, T time, C channels (n_embd), H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from data.order import derive_seed
+
+IGNORE = -1  # a target that carries no loss
+
+
+@dataclass
+class ModelConfig:
+    """The architecture, and nothing else: a checkpoint's weights fit a model of the same ModelConfig."""
+
+    block_size: int = 1024
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # fewer than n_head: grouped-query attention (default n_head)
+    n_embd: int = 768
+    head_dim: int | None = None  # default n_embd / n_head
+    mlp_hidden: int | None = None  # default 4 n_embd; swiglu: 8/3 n_embd, rounded up to a multiple of 64
+    bias: bool = True  # in every Linear and LayerNorm
+    dropout: float = 0.0
+    norm: str = field(default="layernorm", metadata={"choices": ("layernorm", "rmsnorm")})
+    norm_eps: float = 1e-5
+    pos: str = field(default="learned", metadata={"choices": ("learned", "rope")})
+    rope_theta: float = 10000.0
+    # gelu is the exact one, nanoGPT's; gelu_tanh the approximation that OpenAI's GPT-2 was trained with
+    mlp: str = field(default="gelu", metadata={"choices": ("gelu", "gelu_tanh", "swiglu", "relu2")})
+    qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        if self.n_kv_head is None:
+            self.n_kv_head = self.n_head
+        if self.head_dim is None:
+            self.head_dim = self.n_embd // max(1, self.n_head)
+        if self.mlp_hidden is None:
+            self.mlp_hidden = -(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
+
+    def problems(self):
+        """Sentences on what cannot be built, none where all is well."""
+        found = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if choices := f.metadata.get("choices"):
+                if value not in choices:
+                    found.append(f"{f.name}={value!r}: expected one of {', '.join(choices)}")
+            elif f.type in (int, int | None) and value < 1:
+                found.append(f"{f.name}={value}: expected a positive integer")
+        if found:
+            return found
+        if self.n_embd % self.n_head and self.head_dim == self.n_embd // self.n_head:  # no head_dim of its own was given
+            works = [h for h in range(1, 2 * self.n_head + 1) if self.n_embd % h == 0]
+            found.append(f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: n_head of {_listed(works)} would work")
+        if self.n_head % self.n_kv_head:
+            works = [k for k in range(1, self.n_head + 1) if self.n_head % k == 0]
+            found.append(f"n_head={self.n_head} does not divide by n_kv_head={self.n_kv_head}: {_listed(works)} would work")
+        if self.pos == "rope" and self.head_dim % 2:
+            found.append(f"head_dim={self.head_dim} is odd: rope turns pairs of channels, an even head_dim would work")
+        if not 0 <= self.dropout < 1:
+            found.append(f"dropout={self.dropout}: expected a number from 0 up to, but not, 1")
+        return found
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding: a multiple of 64 is what matrix-product kernels like; the extra ones stand for nothing."""
+        return -(-self.vocab_size // 64) * 64
+
+
+def _listed(values):
+    values = [str(v) for v in values]
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self):
+        """No first values here: they come once, from init_weights or a checkpoint."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        """No first values here: they come once, from init_weights or a checkpoint."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def make_norm(c):
+    return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
+
+
+def rope_table(c, device=None):
+    """cos and sin of the rotary position embedding (Su et al., arXiv 2104.09864): (2, block_size, head_dim) float32."""
+    frequency = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)
+    angle = torch.outer(torch.arange(c.block_size, device=device, dtype=torch.float32), frequency)  # (T, D/2)
+    angle = torch.cat((angle, angle), dim=-1)  # (T, D): the halves rotate as pairs (i, i + D/2), Hugging Face's layout
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x, rope):
+    """Turns (B, heads, T, D) by the positions of `rope` (2, T, D)."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * rope[0] + torch.cat((-right, left), dim=-1) * rope[1]).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim, self.dropout = c.n_head, c.n_kv_head, c.head_dim, c.dropout
+        self.q = Linear(c.n_embd, c.n_head * c.head_dim, bias=c.bias)
+        self.k = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.bias)
+        self.v = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.bias)
+        self.o = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x, rope=None, cache=None):
+        B, T, _ = x.shape
+        q = self.q(x).view(B, T, self.n_head, self.head_dim)
+        k = self.k(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = self.v(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, H, T, D), (B, K, T, D)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(self, k, v)  # (B, K, all so far, D)
+        y = F.scaled_dot_product_attention(
+            q, k, v,
+            is_causal=T > 1,  # one new token sees all that is cached; several are only ever the first ones (see KVCache)
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )
+        return self.o(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.kind = c.mlp
+        self.up = Linear(c.n_embd, c.mlp_hidden, bias=c.bias)
+        self.gate = Linear(c.n_embd, c.mlp_hidden, bias=c.bias) if c.mlp == "swiglu" else None
+        self.down = Linear(c.mlp_hidden, c.n_embd, bias=c.bias)
+
+    def forward(self, x):
+        if self.kind == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "relu2":
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.norm1, self.attn = make_norm(c), Attention(c)
+        self.norm2, self.mlp = make_norm(c), MLP(c)
+        self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
+
+    def forward(self, x, rope=None, cache=None):
+        x = x + self.dropout(self.attn(self.norm1(x), rope, cache))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.config = c
+        self.wte = Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.norm = make_norm(c)
+        self.head = None if c.tie_embeddings else Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
+
+    def init_weights(self, seed):
+        """First values as in the GPT-2 paper, each parameter a function of (seed, its name) alone, whatever the layout."""
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 1:
+                nn.init.ones_(p)
+            else:
+                # what is added to the residual stream is scaled down by the number of additions
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("o.weight", "down.weight")) else 0.02
+                generator = torch.Generator().manual_seed(derive_seed("init", seed, name))
+                with torch.no_grad():  # drawn on the CPU: the same bits whatever the device
+                    p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+
+    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False):
+        """tokens (B, T) int64, T <= block_size.
+
+        With targets (B, T), IGNORE where there is no label: the sum of the cross-entropies over `divisor`, in nats.
+        Without: logits (B, T, V) float32; with last_only, those of the last position, (B, 1, V).
+        """
+        start = cache.length if cache is not None else 0
+        x = self.wte(tokens)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[start:start + tokens.size(1)]
+        x = self.dropout(x)
+        rope = self.rope[:, start:start + tokens.size(1)] if self.rope is not None else None
+        for block in self.blocks:
+            x = block(x, rope, cache)
+        if cache is not None:
+            cache.length += tokens.size(1)
+        if last_only:
+            x = x[:, -1:]
+        x = self.norm(x)
+        weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
+        if targets is None:
+            return F.linear(x, weight)[..., :self.config.vocab_size].float()
+        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size, divisor)
+
+    def flops_per_token(self):
+        """Forward and backward, matrix products only: 6 per weight used, and attention's 12 L H D T (PaLM, appendix B)."""
+        c = self.config
+        used = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight"))
+        if c.tie_embeddings:
+            used += self.wte.weight.numel()
+        return 6 * used + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
+
+
+# ---------------------------------------------------------------------------------------------------------- the loss
+
+# Tokens whose logits exist at a time. 512 x 50,304 float32 are 103 MB instead of 1.6 GB for 8 x 1,024 tokens, at the speed
+# of one large product. The last bits of a loss depend on it, so it is no setting.
+LOSS_CHUNK = 512
+
+
+def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0):
+    """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
+
+    hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from
+    vocab_size on are padding and count for nothing. The (N, V) logits never exist at once: gradients are made in the
+    forward pass, a chunk at a time, in one buffer.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, vocab_size, divisor):
+        need_grad = hidden.requires_grad or weight.requires_grad
+        N, V = hidden.size(0), weight.size(0)
+        chunk = min(N, LOSS_CHUNK)
+        buffer = hidden.new_empty(chunk, V)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if need_grad else None
+        d_weight = None
+        for a in range(0, N, chunk):
+            h, target = hidden[a:a + chunk], targets[a:a + chunk]
+            logits = torch.mm(h, weight.t(), out=buffer[:h.size(0)])  # (chunk, V)
+            logits[:, vocab_size:] = float("-inf")
+            log_p = logits.float()  # the buffer itself in float32
+            torch.log_softmax(log_p, dim=-1, out=log_p)
+            labelled = target != IGNORE
+            index = torch.where(labelled, target, 0)[:, None]  # (chunk, 1)
+            loss -= (log_p.gather(1, index)[:, 0] * labelled).sum() / divisor
+            if not need_grad:
+                continue
+            d_logits = log_p.exp_()  # softmax - onehot, over the divisor, nothing where there is no label
+            d_logits.scatter_add_(1, index, d_logits.new_full((), -1.0).expand_as(index))
+            d_logits *= (labelled / divisor)[:, None]
+            d_logits = d_logits.to(hidden.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[a:a + chunk])
+            if d_weight is None:
+                d_weight = torch.mm(d_logits.t(), h)
+            else:
+                d_weight.addmm_(d_logits.t(), h)
+        if need_grad:
+            ctx.save_for_backward(d_hidden, d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = ctx.saved_tensors
+        if d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
+            d_hidden, d_weight = d_hidden * d_loss, d_weight * d_loss
+        return d_hidden, d_weight, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+class KVCache:
+    """Keys and values of the tokens so far, laid out once: (B, K, block_size, D) twice a layer. Filled by several tokens
+    only while empty, by one token at a time after that, so attention never needs a mask."""
+
+    def __init__(self, model, batch_size, size, dtype, device):
+        c = model.config
+        shape = (c.n_layer, 2, batch_size, c.n_kv_head, size, c.head_dim)
+        self.store = torch.empty(shape, dtype=dtype, device=device)
+        self.layer = {block.attn: i for i, block in enumerate(model.blocks)}
+        self.length, self.size = 0, size
+
+    def append(self, attention, k, v):
+        new, end = self.store[self.layer[attention]], self.length + k.size(2)
+        new[0, :, :, self.length:end], new[1, :, :, self.length:end] = k, v
+        return new[0, :, :, :end], new[1, :, :, :end]
+
+
+def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
+    """Next tokens (B,) from logits (B, V): greedy at temperature 0, else by inverting the distribution at `uniform` (B,)."""
+    if not torch.isfinite(logits).all():
+        raise FloatingPointError("the model's logits are not finite: its weights are damaged or it has diverged")
+    if temperature == 0:
+        return logits.argmax(-1)
+    p, ids = torch.sort(torch.softmax(logits.double() / temperature, dim=-1), dim=-1, descending=True, stable=True)  # (B, V)
+    if top_k is not None:
+        p[:, top_k:] = 0
+    total = p.cumsum(-1)
+    if top_p is not None:  # the smallest set whose probability reaches top_p
+        p = torch.where(total - p < top_p * total[:, -1:], p, 0)
+        total = p.cumsum(-1)
+    chosen = torch.searchsorted(total, (uniform.double()[:, None] * total[:, -1:]), right=True)
+    last = (p > 0).sum(-1, keepdim=True) - 1  # rounding must not reach past the last token with any probability
+    return ids.gather(1, torch.minimum(chosen, last))[:, 0]
+
+
+@torch.inference_mode()
+def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, use_cache=True,
+             vocab_size=None):
+    """Yields the next token of each row, int64 (B,), up to max_new_tokens times; tokens (B, T >= 1) are the prompts.
+
+    Rows that have met stop_token go on yielding it; the generator ends once all have. The n-th token of row i is a
+    function of (seed, i, n) and the logits. Longer than the context: the last block_size tokens are what the model sees.
+    Ids from vocab_size (default: the model's) on are never picked.
+    """
+    B, size = tokens.size(0), model.config.block_size
+    generators = [torch.Generator().manual_seed(derive_seed("sample", seed, i)) for i in range(B)]
+    done = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+    was_training = model.training
+    model.eval()
+    try:
+        cache, new = None, tokens[:, -size:]
+        tokens = new.clone()
+        for _ in range(max_new_tokens):
+            if not use_cache or tokens.size(1) >= size:
+                # every token's position moves once the window slides: what is cached is of no use any more
+                logits = model(tokens, last_only=True)[:, -1]
+            else:
+                if cache is None:
+                    length = min(size, tokens.size(1) + max_new_tokens)
+                    cache = KVCache(model, B, length, cache_dtype(model), tokens.device)
+                logits = model(new, cache=cache, last_only=True)[:, -1]
+            uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+            where = "cpu" if tokens.device.type == "mps" else tokens.device  # MPS has no float64
+            picked = pick(logits[:, :vocab_size].to(where), uniform.to(where), temperature, top_k, top_p).to(tokens.device)
+            if stop_token is not None:
+                picked = torch.where(done, stop_token, picked)
+                done |= picked == stop_token
+            yield picked
+            if done.all():
+                return
+            new = picked[:, None]
+            tokens = torch.cat((tokens, new), dim=1)[:, -size:]
+    finally:
+        model.train(was_training)
+
+
+def cache_dtype(model):
+    """What keys and values come out as: the autocast type where that is on, else the weights' own."""
+    weight = model.wte.weight
+    return torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype

@@ -1,0 +1,1 @@
+"""A config file that says nothing: every setting at its default."""

@@ -1,0 +1,103 @@
+"""AdamW is AdamW, schedules are what their names say, clipping clips, and small gradients survive float16."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.config import Config
+from engine.optim import AdamW, LossScale, gradient_norm, learning_rate
+
+pytestmark = pytest.mark.quick
+
+
+def settings(**given):
+    c = Config(learning_rate=1.0, min_lr=0.1, warmup_iters=10, lr_decay_iters=110, decay_fraction=0.2)
+    for key, value in given.items():
+        setattr(c, key, value)
+    return c
+
+
+def test_twenty_clipped_steps_equal_torchs_own_optimizer():
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(t.clone()) for t in (torch.ones(5, 7), torch.ones(7))] for _ in range(2))
+    mine = AdamW([("w", ours[0]), ("b", ours[1])], settings(weight_decay=0.1, beta1=0.9, beta2=0.95))
+    reference = torch.optim.AdamW([{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95))
+    for i in range(20):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a) * 3
+            b.grad = a.grad.clone()
+        norm = gradient_norm(ours)
+        expected = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        assert torch.allclose(norm, expected)
+        for group in reference.param_groups:
+            group["lr"] = 0.01 * (i + 1)
+        reference.step()
+        mine.step(0.01 * (i + 1), norm.clamp(min=1.0))
+        mine.zero_grad()
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a, b, atol=1e-5) and a.grad is None
+    assert mine.updates == 20 and set(mine.state()) == {"w.exp_avg", "w.exp_avg_sq", "b.exp_avg", "b.exp_avg_sq"}
+
+
+def test_warmup_is_nanogpts():
+    assert [round(learning_rate(settings(), step) * 11) for step in (1, 2, 10)] == [1, 2, 10]
+
+
+def test_cosine_is_nanogpts():
+    def nanogpt(it):  # from 0, as there
+        ratio = (it - 10) / (110 - 10)
+        return 0.1 + 0.5 * (1 + math.cos(math.pi * ratio)) * 0.9
+    for step in (11, 12, 50, 60, 110):
+        assert learning_rate(settings(lr_schedule="cosine"), step) == pytest.approx(nanogpt(step - 1), abs=1e-12)
+    assert learning_rate(settings(lr_schedule="cosine"), 112) == 0.1
+
+
+def test_wsd_holds_then_falls_in_its_last_fifth():
+    rate = lambda step: learning_rate(settings(lr_schedule="wsd"), step)
+    assert rate(11) == rate(50) == rate(89) == 1.0
+    assert rate(100) == pytest.approx(0.1 + 0.9 * (110 - 99) / 22) and rate(111) == rate(10_000) == pytest.approx(0.1)
+
+
+def test_linear_and_constant():
+    assert learning_rate(settings(lr_schedule="linear"), 61) == pytest.approx(0.55)
+    assert learning_rate(settings(lr_schedule="constant"), 10_000) == 1.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
+def test_a_schedule_that_is_all_warmup_or_a_single_step_is_finite(schedule):
+    for given in (dict(warmup_iters=110), dict(warmup_iters=0, lr_decay_iters=1), dict(warmup_iters=500)):
+        for step in (1, 2, 110, 111, 600):
+            assert 0 < learning_rate(settings(lr_schedule=schedule, **given), step) <= 1.0
+
+
+def test_a_longer_max_iters_alone_changes_no_earlier_step():
+    for schedule in ("cosine", "wsd", "linear", "constant"):
+        a, b = settings(lr_schedule=schedule, max_iters=50), settings(lr_schedule=schedule, max_iters=500)
+        assert [learning_rate(a, s) for s in range(1, 200)] == [learning_rate(b, s) for s in range(1, 200)]
+
+
+def test_the_loss_scale_halves_on_overflow_and_grows_back():
+    scale = LossScale(True)
+    scale.update(False)
+    assert scale.value == 2.0**15
+    for _ in range(LossScale.GROWTH_INTERVAL):
+        scale.update(True)
+    assert scale.value == 2.0**16
+    other = LossScale(True)
+    other.load(scale.state())
+    assert vars(other) == vars(scale)
+    off = LossScale(False)
+    off.update(False)
+    assert off.value == 1.0 and off.state() is None
+
+
+def test_only_matrices_decay():
+    p = {n: torch.nn.Parameter(torch.ones(s)) for n, s in (("w", (2, 2)), ("norm", (2,)))}
+    optimizer = AdamW(p.items(), SimpleNamespace(beta1=0.9, beta2=0.95, weight_decay=0.5))
+    for t in p.values():
+        t.grad = torch.zeros_like(t)
+    optimizer.step(0.1)
+    assert torch.allclose(p["w"], torch.tensor(0.95)) and (p["norm"] == 1).all()
