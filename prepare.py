@@ -59,12 +59,13 @@ def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, 
         corpus.ready_made = None
     folder = os.path.abspath(out or os.path.join(ROOT, "data", name))
     arguments = {"source": source, "file": file, "tokenizer": tokenizer, "tokenizer_file": file_hash(tokenizer),
-                 "val_fraction": corpus.val_fraction, "shard_tokens": shard_tokens, "text_field": text_field,
-                 "split": split, "skip_bad": skip_bad, "eot": eot}
+                 "val_fraction": corpus.val_fraction, "val_tokens": corpus.val_tokens, "shard_tokens": shard_tokens,
+                 "text_field": text_field, "split": split, "skip_bad": skip_bad, "eot": eot}
     try:
         if already_there(folder, corpus, arguments, overwrite, quiet):
             return folder
         with held(partial := beside(folder, "partial")):
+            finish_replacement(folder)
             if already_there(folder, corpus, arguments, overwrite, quiet):  # another process has just finished it
                 return folder
             if corpus.connect:
@@ -103,12 +104,9 @@ def beside(folder, role):
 def already_there(folder, corpus, arguments, overwrite, quiet):
     """True where folder is the dataset asked for. Anything else found there is a UserError, unless it is a dataset
     and may be overwritten."""
-    old = beside(folder, "old")
-    if os.path.exists(old) and not os.path.exists(folder):
-        os.rename(old, folder)  # a replacement was interrupted between its two renames
+    if os.path.isfile(folder):
+        raise UserError(f"{folder} is a file; give another --name or --out")
     if not os.path.isdir(folder) or not os.listdir(folder):
-        if os.path.exists(folder) and not os.path.isdir(folder):
-            raise UserError(f"{folder} is a file; give another --out or --name")
         return False
     if not os.path.exists(os.path.join(folder, "meta.json")):
         raise UserError(f"{folder} holds something that prepare.py did not write; give another --name or --out")
@@ -132,20 +130,33 @@ def held(partial):
     """Holds the partial folder, emptied of what a killed run left, for this process alone; removes it in the end."""
     os.makedirs(partial, exist_ok=True)
     with open(os.path.join(partial, "lock"), "w") as lock:
+        def ours():  # not renamed, nor another one since we opened it
+            return os.path.exists(lock.name) and os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(lock.name).st_ino != os.fstat(lock.fileno()).st_ino:
-                raise BlockingIOError  # renamed or removed by another process since we opened it
-        except (BlockingIOError, FileNotFoundError):
+            alone = ours()
+        except BlockingIOError:
+            alone = False
+        if not alone:
             raise UserError(f"another process is preparing this dataset in {partial}; wait for it, or give another "
-                            "--name") from None
+                            "--name")
         try:
             for entry in os.scandir(partial):
                 if entry.name != "lock":
                     os.remove(entry.path)
             yield
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # gone already where all went well
+            if ours():
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def finish_replacement(folder):
+    """What a kill between publish's renames left: the old dataset alone, or both."""
+    old = beside(folder, "old")
+    if os.path.isdir(old) and not os.path.exists(folder):
+        os.rename(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def publish(partial, folder):
@@ -153,7 +164,6 @@ def publish(partial, folder):
     sync_folder(partial)
     old = beside(folder, "old")
     if os.path.isdir(folder) and os.listdir(folder):
-        shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
     os.rename(partial, folder)
     sync_folder(os.path.dirname(folder))
@@ -292,7 +302,7 @@ def batch_documents(documents, val_fraction, separated, counts):
 def encode_batch(tokenizer, batch):
     """{"train": ids, "val": ids} of a batch. Runs in a worker's thread."""
     parts = {"train": [np.zeros(0, np.uint16)], "val": [np.zeros(0, np.uint16)]}
-    separator = np.array([0 if tokenizer.eot_id is None else tokenizer.eot_id])
+    separator = np.array([0 if tokenizer.eot_id is None else tokenizer.eot_id], np.uint32)
     for split, text in batch:
         parts[split].append(separator if text is None else tokenizer.encode_numpy(text))
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
@@ -359,12 +369,7 @@ def fetch_ready_made(ready_made, splits):
 def adopt_shards(files, split):
     """Puts finished shards (paths) under our names into a Split, each looked at token by token."""
     for i, file in enumerate(files):
-        path = os.path.join(split.writer.folder, f"{split.writer.split}_{i:06d}.bin")
-        try:
-            os.link(os.path.realpath(file), path)
-        except OSError:  # another disk
-            shutil.copyfile(file, path)
-        tokens, max_id = open_shard(path), 0
+        tokens, max_id = open_shard(file), 0
         for start in range(0, len(tokens), SCAN_STEP):
             part = tokens[start:start + SCAN_STEP]
             max_id = max(max_id, int(part.max()))
@@ -372,6 +377,11 @@ def adopt_shards(files, split):
                 raise UserError(f"{file} has id {max_id}, but the vocabulary ends at "
                                 f"{split.writer.vocab_size - 1}: the file is damaged, or of another tokenizer")
             split.count(part)
+        path = os.path.join(split.writer.folder, f"{split.writer.split}_{i:06d}.bin")
+        try:
+            os.link(os.path.realpath(file), path)
+        except OSError:  # another disk
+            shutil.copyfile(file, path)
         split.writer.shards.append(describe_shard(path, len(tokens), max_id))
 
 
@@ -416,10 +426,10 @@ def parse(argv):
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset of this name")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        options = [action.option_strings[0] for action in parser._actions if action.option_strings]
+        options = [f"--{key}" for key in vars(arguments) if key != "source"]
         nearest = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
         guess = f"did you mean {nearest[0]}? " if nearest else ""
-        raise UserError(f"unknown argument {unknown[0]}: {guess}the options are {' '.join(options)}")
+        raise UserError(f"unknown argument {unknown[0]}: {guess}prepare.py takes one source and {' '.join(options)}")
     if arguments.source is None:
         raise UserError(f"no source given: expected {', '.join(NAMED)}, a local file or folder, or owner/name on the "
                         "hub; for example: python prepare.py stdlib")

@@ -289,9 +289,9 @@ def find_data(name):
     """The folder of a data set; `stdlib`, which needs no network, is prepared on the way."""
     try:
         return find_dataset(name, settings.ROOT)
-    except UserError as error:
+    except UserError:
         if name != "stdlib":
-            raise UserError(f"{error}; python prepare.py {name} would make it") from None
+            raise
     from prepare import prepare
 
     say("preparing the data set stdlib: this Python's own standard library, as bytes")

@@ -10,10 +10,7 @@ import json
 import os
 import platform
 import re
-import ssl
 import sysconfig
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 
 from engine.errors import UserError
@@ -127,6 +124,8 @@ def shakespeare_source(name, file):
     def text():
         if file is not None:
             return "".join(read_text(file, Counts(), skip_bad=False))
+        import urllib.request
+
         try:
             with urllib.request.urlopen(SHAKESPEARE_URL, timeout=60) as response:
                 data = response.read()
@@ -454,6 +453,10 @@ def require_hub(dataset):
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return  # what is in its cache may do
+    import ssl
+    import urllib.error
+    import urllib.request
+
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=20).close()
     except urllib.error.HTTPError:

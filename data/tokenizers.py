@@ -147,7 +147,7 @@ def char_tokenizer(chars, with_eot):
 def ordered_char_tokenizer(chars, with_eot):
     """As char_tokenizer, chars being a str whose i-th character has id i."""
     points = np.frombuffer(chars.encode("utf-32-le", "surrogatepass"), "<u4")
-    order = np.argsort(points)
+    order = np.argsort(points).astype(np.uint32)
     sorted_points = points[order]
 
     def encode(text):

@@ -159,7 +159,7 @@ def step_folder(run, step):
 
 def list_steps(run):
     """The steps of a run's checkpoints in rising order: by number, whatever the file times or the spelling say."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(int(m[1]) for n in os.listdir(os.path.join(run, "checkpoints")) if (m := re.fullmatch(r"step_(\d{8,})", n)))
     return []
 
@@ -169,7 +169,7 @@ def clear_leftovers(run):
     folder = os.path.join(run, "checkpoints")
     if os.path.isdir(os.path.join(folder, ".best.old")) and not os.path.isdir(os.path.join(folder, "best")):
         os.rename(os.path.join(folder, ".best.old"), os.path.join(folder, "best"))
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(folder):
             if name.startswith("."):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
@@ -303,7 +303,7 @@ def fill(tensors, values, where):
     for name, t in tensors.items():
         value = values[name]()
         rows_differ = value.shape != t.shape and value.shape[1:] == t.shape[1:]
-        if rows_differ and (name in ("wte.weight", "head.weight") or name == "wpe.weight" and len(value) > len(t)):
+        if rows_differ and (name.startswith(("wte.", "head.")) or name.startswith("wpe.") and len(value) > len(t)):
             rows = min(len(value), len(t))
             t.zero_()
             t[:rows].copy_(value[:rows])

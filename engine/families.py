@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
-from data.shards import find_dataset
+from data.shards import TokenDataset, find_dataset
 from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint, step_folder
 from engine.config import ROOT, nearest
 from engine.errors import UserError
@@ -107,12 +107,11 @@ def of_nanogpt(path):
 def nanogpt_tokenizer(path, config, vocab_size):
     """The tokenizer of the data set a nanoGPT checkpoint was trained on: beside it (DIR/data/NAME for DIR/out/ckpt.pt), or one
     prepared here; else GPT-2's where the vocabulary has its size; else None."""
-    from data.shards import TokenDataset
-
-    name = str(config.get("dataset", ""))
+    name = str(config.get("dataset") or "")
     beside = os.path.join(os.path.dirname(os.path.abspath(path)), "..", "data", name)
-    for folder in (beside, find_dataset(name, ROOT)) if name else ():
+    for place in (beside, name) if name else ():
         try:
+            folder = find_dataset(place, ROOT)
             identity = TokenDataset(folder, "train").tokenizer_identity
         except UserError:
             continue

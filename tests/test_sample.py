@@ -1,0 +1,110 @@
+"""sample.py: prompts of every kind, one sentence for what cannot be sampled."""
+
+import os
+
+import pytest
+
+from conftest import ROOT, run_script, train
+from prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("sample") / "run"
+    train(run, data, max_iters=15)
+    return run
+
+
+@pytest.fixture(scope="module")
+def chars(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chars")
+    (folder / "t.txt").write_text("abc abd\nabe é\n" * 200, encoding="utf-8")
+    data = prepare(str(folder / "t.txt"), tokenizer="char", val_fraction=0.2, workers=1, out=str(folder / "set"), quiet=True)
+    train(folder / "run", data, max_iters=3)
+    return folder / "run"
+
+
+def sample(run, *args, code=0, env=None):
+    result = run_script("sample.py", f"--out_dir={run}", "--device=cpu", "--threads=1", *args, env=env)
+    assert result.code == code, result.out + result.err
+    return result
+
+
+def test_the_same_seed_is_the_same_text_and_the_prompt_comes_first(run):
+    a, b = (sample(run, "--start=import ", "--max_new_tokens=50", "--seed=3").out for _ in range(2))
+    assert a == b and a.startswith("import ") and len(a.encode(errors="replace")) >= 50
+    several = sample(run, "--start=import ", "--max_new_tokens=50", "--seed=3", "--num_samples=3").out
+    assert several.startswith(a.rstrip("\n")) and several.count("---------------\nimport ") == 2
+
+
+def test_a_prompt_from_a_file_is_utf8_whatever_the_locale(run, tmp_path):
+    (tmp_path / "p.txt").write_text("héllo ✓", encoding="utf-8")
+    for env in ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}, {}):
+        assert sample(run, f"--start=FILE:{tmp_path / 'p.txt'}", "--max_new_tokens=3", env=env).out.startswith("héllo ✓")
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    for path, word in (("bad.txt", "UTF-8"), ("none.txt", "none.txt")):
+        result = sample(run, f"--start=FILE:{tmp_path / path}", code=2)
+        assert len(result.errors) == 1 and word in result.errors[0]
+
+
+def test_an_empty_prompt_starts_from_end_of_text(run, chars):
+    assert sample(run, "--start=", "--max_new_tokens=20").out.strip()
+    assert len(sample(chars, "--start=", "--max_new_tokens=20").out) >= 20  # no end-of-text there: from a line's start
+
+
+def test_prompts_and_texts_longer_than_the_context_work(run):
+    long = "def f(x): return x " * 10
+    assert sample(run, f"--start={long}", "--max_new_tokens=40").out.startswith(long)
+
+
+def test_top_k_beyond_the_vocabulary_is_all_of_it(run):
+    texts = [sample(run, f"--top_k={k}", "--max_new_tokens=30", "--start=a").out for k in (257, 10_000, "none")]
+    assert texts[0] == texts[1] == texts[2]
+    assert sample(run, "--top_k=1", "--max_new_tokens=30", "--start=a").out == sample(run, "--temperature=0", "--max_new_tokens=30", "--start=a").out
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--top_k=0"], ["top_k=0", "at least 1"]), (["--top_k=-5"], ["top_k=-5"]), (["--top_p=0"], ["top_p"]), (["--temperature=-1"], ["temperature"]),
+    (["--num_samples=0"], ["num_samples"]), (["--temprature=1"], ["did you mean temperature?"]), (["--max_new_tokens=many"], ["an integer"]),
+    (["--init_from=nothing/here/at/all"], ["nothing/here/at/all"])])
+def test_what_cannot_be_sampled_is_one_sentence(run, args, words):
+    result = sample(run, *args, code=2)
+    assert len(result.errors) == 1 and all(w in result.errors[0] for w in words) and not result.out, result.err
+
+
+def test_a_character_the_model_never_saw_is_named(chars):
+    result = sample(chars, "--start=abz", code=2)
+    assert len(result.errors) == 1 and "z" in result.errors[0] and not result.out
+
+
+def test_no_run_is_one_sentence_with_what_to_do(tmp_path):
+    result = run_script("sample.py", f"--out_dir={tmp_path / 'none'}")
+    assert result.code == 2 and len(result.errors) == 1 and "python train.py" in result.errors[0]
+
+
+def test_weights_that_are_not_finite_are_said_to_be(run, tmp_path):
+    import json
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file
+
+    from engine import checkpoint as ckpt
+    broken = shutil.copytree(run / "checkpoints" / "step_00000015", tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    manifest = json.loads((broken / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = ckpt.write_safetensors(broken / "model.safetensors", {n: torch.tensor(t.numpy()) for n, t in tensors.items()})
+    manifest.pop("sha256")
+    (broken / "manifest.json").write_text(json.dumps({**manifest, "sha256": ckpt.json_checksum(manifest)}))
+    result = run_script("sample.py", f"--init_from={broken}", "--device=cpu")
+    assert result.code == 1 and "not finite" in result.err and "Traceback" not in result.err
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(run):
+    import subprocess
+    import sys
+
+    done = subprocess.run(f"{sys.executable} sample.py --out_dir={run} --max_new_tokens=300 --num_samples=4 | head -c 5", shell=True, cwd=ROOT,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert done.stdout and not done.stderr
