@@ -29,7 +29,7 @@ from engine.errors import EXIT_SIGNAL, UserError, full_disk, is_full_disk, run_a
 from engine.evaluate import check_split, evaluate
 from engine.families import open_weights
 from engine.metrics import Metrics, peak_flops, short_number, short_time
-from engine.optim import AdamW, LossScale, gradient_norm, learning_rate
+from engine.optim import LossScale, gradient_norm, learning_rate, make_optimizer
 from engine.recovery import RunLock, StopSignal
 from model import GPT, ModelConfig
 
@@ -89,7 +89,7 @@ def main(argv):
     # ------------------------------------------------------------------ model and optimizer
     with torch.device(device):  # memory without values: those come next, once
         model = GPT(model_config)
-    optimizer = AdamW(model.named_parameters(), config)
+    optimizer = make_optimizer(model.named_parameters(), config)
     parameters = list(model.parameters())
     scale = LossScale(precision.loss_scaling)
     step = samples = bad_steps = 0

@@ -57,8 +57,9 @@ class Config:
     gradient_accumulation_steps: int | None = None  # nanoGPT's way to say it: micro-batches an update (default 40)
 
     # optimizer
-    optimizer: str = "adamw"
+    optimizer: str = "adamw"  # adamw | muon (on the blocks' matrices, AdamW on the rest)
     learning_rate: float = 6e-4
+    muon_learning_rate: float = 0.02  # of Muon's matrices; it follows the same schedule
     min_lr: float | None = None  # where the decay ends (default: learning_rate / 10)
     lr_schedule: str = "cosine"  # cosine | wsd | linear | constant, each after the warmup
     warmup_iters: int = 2000
@@ -111,12 +112,12 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias norm norm_eps pos rope_theta "
                 "mlp qk_norm tie_embeddings").split()
-CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
+CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype").split()
 
 CHOICES = {
     "resume": ("auto", "never"),
-    "optimizer": ("adamw",),
+    "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "wsd", "linear", "constant"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "nccl", "gloo"),
@@ -124,7 +125,7 @@ CHOICES = {
 AT_LEAST = {
     "max_iters": 0, "batch_size": 1, "total_batch_size": 1, "gradient_accumulation_steps": 1, "warmup_iters": 0,
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
-    "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0,
+    "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0,
 }
 

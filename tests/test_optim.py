@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import Config
-from engine.optim import AdamW, LossScale, gradient_norm, learning_rate
+from engine.optim import AdamW, LossScale, Muon, gradient_norm, learning_rate, orthogonalize
 
 pytestmark = pytest.mark.quick
 
@@ -101,3 +101,29 @@ def test_only_matrices_decay():
         t.grad = torch.zeros_like(t)
     optimizer.step(0.1)
     assert torch.allclose(p["w"], torch.tensor(0.95)) and (p["norm"] == 1).all()
+
+
+def test_a_muon_step_is_orthogonal_and_equals_torchs_own():
+    torch.manual_seed(0)
+    shapes = {"blocks.0.a": (8, 8), "blocks.0.b": (24, 8), "blocks.1.b": (24, 8), "blocks.0.c": (8, 24)}
+    ours = {n: torch.nn.Parameter(torch.randn(s)) for n, s in shapes.items()}
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours.values()]
+    other = {"wte.weight": torch.nn.Parameter(torch.randn(5, 3)), "norm.weight": torch.nn.Parameter(torch.ones(3))}
+    c = settings(learning_rate=0.01, muon_learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95)
+    mine = Muon([*ours.items(), *other.items()], c)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="original")
+    for _ in range(3):
+        for a, b in zip(ours.values(), theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for p in other.values():
+            p.grad = torch.ones_like(p)
+        mine.step(0.01)
+        reference.step()
+    for a, b in zip(ours.values(), theirs):
+        assert (a - b).abs().max() < 0.02 * 3 * 0.05, "within torch's bfloat16"
+    assert set(mine.state()) == {f"{n}.momentum" for n in ours} | {f"{n}.{k}" for n in other for k in ("exp_avg", "exp_avg_sq")}
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(4, 48, 16)))
+    assert values.min() > 0.5 and values.max() < 1.3
+    mine.zero_grad()
+    assert all(p.grad is None for p in [*ours.values(), *other.values()])

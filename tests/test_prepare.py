@@ -17,7 +17,7 @@ from data.shards import TokenDataset, read_meta
 from data.sources import open_source
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine.errors import UserError
-from prepare import Split, adopt_shards, prepare
+from prepare import Split, adopt_shards, in_order, prepare
 from test_tokenizers import ASSETS, gpt2, qwen3, small_json
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -137,12 +137,29 @@ def test_one_or_three_workers_write_the_same_bytes(tmp_path):
     gpt2()
     source = tmp_path / "source"
     source.mkdir()
-    write_jsonl(source / "a.jsonl", documents(3000))
+    write_jsonl(source / "a.jsonl", documents(20_000))
     (source / "b.txt").write_text("\n".join(documents(9000, seed=1)), encoding="utf-8")  # several pieces
     (source / "c.md").write_text("read me")
     for workers in (1, 3):
         done("source", "--workers", workers, "--shard_tokens=50000", "--out", f"w{workers}", cwd=tmp_path)
     assert checksums(tmp_path / "w1") == checksums(tmp_path / "w3") and len(checksums(tmp_path / "w1")) > 5
+
+
+@pytest.mark.quick
+def test_results_come_in_order_and_reading_ahead_is_bounded():
+    taken, dice = [], random.Random(0)
+
+    def items():
+        for i in range(60):
+            taken.append(i)
+            yield i
+
+    def work(i):
+        time.sleep(dice.random() / 100)
+        return i
+
+    for expected, i in enumerate(in_order(work, items(), workers=3)):
+        assert i == expected and len(taken) <= i + 6
 
 
 @pytest.mark.quick
