@@ -147,9 +147,11 @@ def main(argv):
         if loss is None:
             return
         best = min([value for _, value in metrics.val], default=math.inf)
+        say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
+        if config.eval_only:
+            return
         metrics.write("val", step, loss=loss)
         metrics.flush()
-        say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
         if loss < best and os.path.isdir(ckpt.step_folder(run, step)):
             ckpt.mark_best(run, step)
         metrics.draw()
