@@ -26,7 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 SHAPES = {  # name: (vocabulary, updates, settings that both scripts know)
     "char": (65, 60, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)),  # nanoGPT's CPU shakespeare_char
-    "384": (65, 12, dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)),
+    "6x384": (65, 12, dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)),
     "124m": (50304, 6, dict(n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2)),
 }
 WARMUP = 2  # updates that are not counted
@@ -112,7 +112,7 @@ def main():
                 if what == "step_ms":
                     row["tokens_per_s"] = {"nanogpt": tokens / theirs * 1e3, "ours": tokens / ours * 1e3}
                 table.append(row)
-                print(f"{shape:>5} {unit:<20} nanoGPT {theirs:9.1f}   ours {ours:9.1f}   ratio {row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+                print(f"{shape:>6} {unit:<20} nanoGPT {theirs:9.1f}   ours {ours:9.1f}   ratio {row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
     os.makedirs(os.path.dirname(os.path.abspath(args.json)), exist_ok=True)
     with open(args.json, "w") as f:
         json.dump({"date": time.strftime("%Y-%m-%d"), "machine": machine, "matmul_gflops": peak, "repeats": args.repeats, "rows": table}, f, indent=1)
