@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from data.order import derive_seed
 
@@ -100,7 +101,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)  # of one type: the fused kernel wants it
 
 
 def make_norm(c):
@@ -192,20 +193,27 @@ class GPT(nn.Module):
         self.norm = make_norm(c)
         self.head = None if c.tie_embeddings else Linear(c.n_embd, c.padded_vocab_size, bias=False)
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
+        self.recompute = False  # activation checkpointing: keep a block's input only, compute the rest again in the backward
 
+    def first_value(self, name, shape, seed):
+        """A parameter's first value as in the GPT-2 paper, a function of (seed, its name) alone; on the CPU, the same bits for
+        any device and layout."""
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        # what is added to the residual stream is scaled down by the number of additions
+        std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("o.weight", "down.weight")) else 0.02
+        return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(derive_seed("init", seed, name)))
+
+    def first_values(self, seed):
+        """{name: (shape, function of a slice that draws those rows)}: one parameter at a time is ever held whole."""
+        return {name: (p.shape, lambda rows, name=name, shape=p.shape: self.first_value(name, shape, seed)[rows]) for name, p in self.named_parameters()}
+
+    @torch.no_grad()
     def init_weights(self, seed):
-        """First values as in the GPT-2 paper, each parameter a function of (seed, its name) alone, whatever the layout."""
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif p.dim() == 1:
-                nn.init.ones_(p)
-            else:
-                # what is added to the residual stream is scaled down by the number of additions
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("o.weight", "down.weight")) else 0.02
-                generator = torch.Generator().manual_seed(derive_seed("init", seed, name))
-                with torch.no_grad():  # drawn on the CPU: the same bits whatever the device
-                    p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+            p.copy_(self.first_value(name, p.shape, seed))
 
     def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False):
         """tokens (B, T) int64, T <= block_size.
@@ -220,7 +228,10 @@ class GPT(nn.Module):
         x = self.dropout(x)
         rope = self.rope[:, start:start + tokens.size(1)] if self.rope is not None else None
         for block in self.blocks:
-            x = block(x, rope, cache)
+            if self.recompute and self.training:
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, cache)
         if cache is not None:
             cache.length += tokens.size(1)
         if last_only:

@@ -100,7 +100,8 @@ def load_model(weights, device):
     """A GPT on `device` with the weights found, ready to sample."""
     with torch.device(device):
         model = GPT(weights.model_config)
-    fill(dict(model.named_parameters()), weights.tensors, weights.path)
+    parameters = dict(model.named_parameters())
+    fill(processes.Place(device=device), parameters, parameters, weights.sources, weights.path)
     return model.eval()
 
 
@@ -124,10 +125,10 @@ def main(argv):
         tokenizer = load_tokenizer(s.tokenizer)
     if tokenizer is None:
         raise UserError(f"{weights.path} does not say which tokenizer it was trained with: give --tokenizer=gpt2, byte or a tokenizer.json")
-    device, precision = processes.start(s)
+    device, precision = processes.use_device(s)
     model = load_model(weights, device)
     if s.compile:
-        processes.compile_blocks(model, device)
+        processes.compile_blocks(model, device, print)
     with precision.context(device.type):
         try:
             stream(model, tokenizer, text, device, s.num_samples, max_new_tokens=s.max_new_tokens, temperature=s.temperature,

@@ -78,6 +78,8 @@ class WindowReader:
     def batch(self, start, count):
         """Samples start ... start+count-1: inputs and targets, int64 tensors (count, block_size) each."""
         windows = range(start, start + count) if self.order is None else self.order.windows(start, count)
+        if not count:
+            return (torch.empty(0, self.block_size, dtype=torch.int64),) * 2
         rows = np.stack([self.dataset.read(int(w) * self.block_size, self.block_size + 1) for w in windows])
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from data.tokenizers import tokenizer_from_identity
 from engine.errors import UserError, full_disk, is_full_disk
+from engine.sync import local, row_range
 from model import ModelConfig
 
 FORMAT = "boringgpt-checkpoint"
@@ -87,39 +88,84 @@ def sync_folder(path):
 
 
 def bytes_needed(model):
-    """What a checkpoint of a model and its AdamW state takes on disk, but for a few KB of text."""
+    """What a checkpoint of a model and its AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
     return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def save(run, model, optimizer, state, tokenizer=None):
+def save(run, place, model, optimizer, state, tokenizer=None):
     """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns the folder.
 
-    UserError where the disk is full; what was there before is then untouched and nothing partial is left.
+    Every rank of an FSDP run calls it and writes the rows it holds; of others rank 0 writes all. UserError on every rank where a
+    disk is full; what was there before is then untouched and nothing partial is left.
     """
     final = step_folder(run, state["step"])
     partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    writers = place.shards  # replicas hold the same rows: the first one writes
+    named = dict(model.named_parameters())
     try:
-        os.makedirs(partial)
-        files, index = {}, {}
-        for part, tensors in (("model", dict(model.named_parameters())), ("optimizer", optimizer.state())):
-            file = f"{part}.safetensors"
-            files[file] = write_safetensors(os.path.join(partial, file), tensors)
-            index[part] = {name: {"shape": list(t.shape), "pieces": [{"file": file, "offset": [0] * t.dim(), "shape": list(t.shape)}]}
-                           for name, t in tensors.items()}
-        if tokenizer:
-            tokenizer.save(partial)
-        manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
-        write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
-        sync_folder(partial)
-        os.rename(partial, final)
-        sync_folder(os.path.dirname(final))
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if is_full_disk(error):
-            raise full_disk(final, bytes_needed(model), error) from error
+        with place.agreement():
+            if place.speaks:
+                shutil.rmtree(partial, ignore_errors=True)
+                os.makedirs(partial)
+        with place.agreement(), full_disk_told(final, model):
+            if place.rank < writers:
+                write_part(partial, place.rank, writers, {"model": named, "optimizer": optimizer.state()}, named)
+        with place.agreement(), full_disk_told(final, model):
+            if place.speaks:
+                if tokenizer:
+                    tokenizer.save(partial)
+                finish(partial, final, writers, state)
+    except UserError:
+        if place.speaks:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+@contextlib.contextmanager
+def full_disk_told(path, model):
+    try:
+        yield
+    except OSError as error:
+        if is_full_disk(error):
+            raise full_disk(path, bytes_needed(model), error) from error
+        raise
+
+
+def write_part(partial, rank, writers, parts, parameters):
+    """Writes one rank's rows, and what is in them as part_<rank>.json for the manifest."""
+    files, index = {}, {}
+    for part, tensors in parts.items():
+        file = f"{part}.safetensors" if writers == 1 else f"{part}_{rank:05d}_of_{writers:05d}.safetensors"
+        index[part], here = {}, {}
+        for name, t in tensors.items():
+            p = parameters[name] if name in parameters else parameters[name.rpartition(".")[0]]
+            first, behind = row_range(p)
+            index[part][name] = {"shape": list(p.shape), "pieces": []}
+            if behind > first:
+                here[name] = local(t)
+                index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(here[name].shape)}]
+        files[file] = write_safetensors(os.path.join(partial, file), here)
+    write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
+
+
+def finish(partial, final, writers, state):
+    """Joins what the ranks wrote into one manifest and gives the folder its name."""
+    files, index = {}, {}
+    for rank in range(writers):
+        path = os.path.join(partial, f"part_{rank:05d}.json")
+        with open(path, encoding="utf-8") as f:
+            part = json.load(f)
+        os.unlink(path)
+        files.update(part["files"])
+        for kind, tensors in part["tensors"].items():
+            for name, entry in tensors.items():
+                index.setdefault(kind, {}).setdefault(name, {"shape": entry["shape"], "pieces": []})["pieces"] += entry["pieces"]
+    manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
+    write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
+    sync_folder(partial)
+    os.rename(partial, final)
+    sync_folder(os.path.dirname(final))
 
 
 def mark_best(run, step):
@@ -227,23 +273,27 @@ def open_checkpoint(path):
 class Checkpoint:
     """A checkpoint on disk: its manifest at once, its tensors when asked for."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, manifest=None):
+        """Reads path/manifest.json, or takes what another rank read of a folder that this one need not see."""
+        self.path, self.manifest, self._open = path, manifest or self.read_manifest(path), {}
+        self.step, self.samples = self.manifest["step"], self.manifest["samples"]
+
+    @staticmethod
+    def read_manifest(path):
         try:
             with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
-                self.manifest = json.load(f)
+                manifest = json.load(f)
         except FileNotFoundError:
             raise Damaged("manifest.json is missing") from None
         except ValueError as error:
             raise Damaged(f"manifest.json is not JSON: {error}") from None
-        if not isinstance(self.manifest, dict) or self.manifest.get("format") != FORMAT:
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise Damaged("manifest.json is not that of a checkpoint")
-        if self.manifest.pop("sha256", None) != json_checksum(self.manifest):
+        if manifest.pop("sha256", None) != json_checksum(manifest):
             raise Damaged("manifest.json does not have the checksum it was written with")
-        if self.manifest["version"] > VERSION:
-            raise UserError(f"{path} has format version {self.manifest['version']}, this version of the project reads up to {VERSION}")
-        self.step, self.samples = self.manifest["step"], self.manifest["samples"]
-        self._open = {}
+        if manifest["version"] > VERSION:
+            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
+        return manifest
 
     def verify(self):
         """Raises Damaged unless every file has the size and the checksum that the manifest names."""
@@ -268,48 +318,72 @@ class Checkpoint:
         """Names of the tensors of a part, "model" or "optimizer"."""
         return list(self.manifest["tensors"][part])
 
-    def read(self, part, name):
-        """One tensor, put together from the files that hold parts of it."""
+    def read(self, part, name, rows=slice(None)):
+        """Some rows of a tensor, put together from the files that hold parts of it; only those are read."""
         entry = self.manifest["tensors"][part][name]
-        out = None
+        first, behind, _ = rows.indices(entry["shape"][0])
+        found = []
         for piece in entry["pieces"]:
             if piece["file"] not in self._open:
                 self._open[piece["file"]] = safe_open(os.path.join(self.path, piece["file"]), "pt")
-            tensor = self._open[piece["file"]].get_tensor(name)
-            if piece["shape"] == entry["shape"]:
-                return tensor
-            out = tensor.new_empty(entry["shape"]) if out is None else out
-            out[tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"]))] = tensor
-        return out
+            start, length = piece["offset"][0], piece["shape"][0]
+            a, b = max(first, start), min(behind, start + length)
+            if a < b:
+                found.append((a, self._open[piece["file"]].get_slice(name)[a - start:b - start]))
+        found = [t for _, t in sorted(found, key=lambda pair: pair[0])]
+        if not found:
+            return torch.empty(0, *entry["shape"][1:])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    @torch.no_grad()
-    def load_into(self, part, tensors):
-        """Copies a part's values into {name: tensor}; UserError that lists names missing on either side."""
-        fill(tensors, {n: lambda n=n: self.read(part, n) for n in self.names(part)}, self.path)
+    def sources(self, part):
+        """{name: (number of rows, function of a slice that reads those rows)} of a part, for fill()."""
+        return {n: (self.manifest["tensors"][part][n]["shape"], lambda rows, n=n: self.read(part, n, rows)) for n in self.names(part)}
 
 
 @torch.no_grad()
-def fill(tensors, values, where):
-    """Copies values {name: function that returns the tensor} into {name: tensor}, by name, a tensor at a time.
+def fill(place, parameters, tensors, sources, where, send=False):
+    """Copies values into {name: this rank's tensor}, by name, a tensor at a time, only the rows that it holds.
 
+    parameters: the model's, whose sharding the tensors (parameters themselves, or an optimizer's state named after them) follow.
+    sources: {name: (shape, function of a slice of rows)}; with `send` rank 0 alone has them, and sends them to the others.
     UserError that lists what is missing, what is left over and what has another shape. Only rows of embeddings may differ in
     number: a vocabulary's padding (what is not there becomes zero), and positions beyond a smaller block_size.
     """
-    missing, unexpected = sorted(set(tensors) - set(values)), sorted(set(values) - set(tensors))
+    owner = {name: parameters[name] if name in parameters else parameters[name.rpartition(".")[0]] for name in tensors}
+    reads = place.speaks or not send
+    with place.agreement():
+        if reads:
+            check_names(owner, sources, where)
+    for name, t in tensors.items():
+        t = local(t)
+        if reads and t.numel():
+            shape, read = sources[name]
+            first, behind = row_range(owner[name])
+            found = min(behind, shape[0]) - first
+            if found < len(t):
+                t[max(0, found):].zero_()
+            if found > 0:
+                t[:found].copy_(read(slice(first, first + found)))
+        if send:
+            torch.distributed.broadcast(t, 0)
+
+
+def check_names(owner, sources, where):
+    missing, unexpected = sorted(set(owner) - set(sources)), sorted(set(sources) - set(owner))
     problems = [f"{where} lacks {', '.join(missing)}"] if missing else []
     problems += [f"{where} has {', '.join(unexpected)}, which this model has no place for"] if unexpected else []
+    for name in sorted(set(owner) & set(sources)):
+        have, need = tuple(sources[name][0]), tuple(owner[name].shape)
+        rows_may_differ = name.startswith(("wte.", "head.")) or name.startswith("wpe.") and have[0] > need[0]
+        if have != need and not (rows_may_differ and have[1:] == need[1:]):
+            problems.append(f"{where}: {name} has shape {have}, this model needs {need}")
     if problems:
         raise UserError(*problems)
-    for name, t in tensors.items():
-        value = values[name]()
-        rows_differ = value.shape != t.shape and value.shape[1:] == t.shape[1:]
-        if rows_differ and (name.startswith(("wte.", "head.")) or name.startswith("wpe.") and len(value) > len(t)):
-            rows = min(len(value), len(t))
-            t.zero_()
-            t[:rows].copy_(value[:rows])
-        elif value.shape != t.shape:
-            raise UserError(f"{where}: {name} has shape {tuple(value.shape)}, this model needs {tuple(t.shape)}")
-        else:
-            t.copy_(value)
 
 
+def check_room(run, model):
+    """UserError unless a checkpoint fits on the disk now, rather than after an hour of training."""
+    needed, free = bytes_needed(model), shutil.disk_usage(run).free
+    if free < needed:
+        raise UserError(f"a checkpoint takes {needed:,} bytes and {os.path.abspath(run)} has {free:,} free: free some space, or give another "
+                        "--out_dir")

@@ -9,12 +9,14 @@ import difflib
 import math
 import os
 import runpy
+import subprocess
 import sys
 import types
 import typing
 from dataclasses import dataclass
 
 from engine.errors import UserError
+from model import ModelConfig
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -29,6 +31,10 @@ class Config:
     init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
     resume: str = "auto"  # auto: the same command goes on where it stopped | never: an earlier run is set aside
     resume_step: int | None = None  # go back to the checkpoint of this step (later ones are set aside)
+    plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
+    plan_gpu: str = "H100"  # the GPU that a plan is for
+    rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
+    check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
     # model; see ModelConfig in model.py
@@ -71,12 +77,22 @@ class Config:
     grad_clip: float = 1.0  # 0: no clipping
     max_bad_steps: int = 3  # updates in a row that may be skipped for a gradient that is not finite, before stopping
 
+    # the scale: how the processes that torchrun starts share the work
+    parallel: str = "auto"  # auto (ddp under torchrun, else single) | single | ddp | fsdp
+    dp_replicate: int = 1  # fsdp: copies of the sharded model (HSDP); shards in each are the processes over this
+    deterministic: bool = False  # the same bits on 1, 2, 4, 8 processes: sums in a fixed order, 1 thread unless told
+    reshard_after_forward: bool = True  # fsdp: free a block's gathered parameters until its backward
+    cpu_offload: bool = False  # fsdp: shards live in CPU memory
+    activation_checkpointing: str = "none"  # none | block: compute a block again in the backward instead of keeping it
+    check_replicas_interval: int = 0  # updates between comparisons of the replicas' parameters (0: none)
+    collective_seconds: int = 300  # how long a collective of a step may wait for a late rank before the run is given up
+
     # the machine
     device: str = "auto"  # auto | cpu | cuda | cuda:N | mps
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     compile: bool | None = None  # torch.compile, a block at a time (default: on cuda)
     threads: int = 0  # CPU threads (0: as torch chooses)
-    backend: str = "auto"  # of torch.distributed; nothing to choose on one process
+    backend: str = "auto"  # of torch.distributed: auto (nccl on cuda, else gloo) | nccl | gloo
 
     # checkpoints
     save_interval: int | None = None  # updates between checkpoints (default: eval_interval)
@@ -113,7 +129,7 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias norm norm_eps pos rope_theta "
                 "mlp qk_norm tie_embeddings").split()
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
-         "decay_fraction weight_decay beta1 beta2 grad_clip dtype").split()
+         "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic").split()
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -121,12 +137,15 @@ CHOICES = {
     "lr_schedule": ("cosine", "wsd", "linear", "constant"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "nccl", "gloo"),
+    "parallel": ("auto", "single", "ddp", "fsdp"),
+    "activation_checkpointing": ("none", "block"),
 }
 AT_LEAST = {
     "max_iters": 0, "batch_size": 1, "total_batch_size": 1, "gradient_accumulation_steps": 1, "warmup_iters": 0,
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
-    "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0,
+    "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
+    "collective_seconds": 1, "plan": 0,
 }
 
 
@@ -349,64 +368,12 @@ def resolve_batch(c):
     c.gradient_accumulation_steps = c.micro_batches
 
 
-# ------------------------------------------------------------------------- a run that goes on, or starts from weights
-
-
-def take_architecture(config, model, where):
-    """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
-
-    What the command line said must agree; a smaller block_size stands, since weights can be cropped to it.
-    """
-    sentences, wrong = [], []
-    for key in ARCHITECTURE:
-        asked, found = getattr(config, key), getattr(model, key)
-        if key == "block_size" and key in config.given and asked < found:
-            continue
-        if key in config.given and asked is not None and asked != found:
-            sentence = f"{key} is {found} in {where}, not {asked} as {config.given[key]} says"
-            (wrong if config.given[key] == "command line" else sentences).append(sentence)
-        setattr(config, key, found)
-    if wrong:
-        raise UserError(*[f"{w}: leave it out, or start from other weights" for w in wrong])
-    return sentences
-
-
-def keep_saved(config, saved):
-    """Settings that nobody gave and that a longer max_iters must not move: a resumed run keeps the saved ones.
-
-    Returns a sentence to say, or None.
-    """
-    if "lr_decay_iters" in config.given or config.lr_decay_iters == saved["lr_decay_iters"]:
-        return None
-    config.lr_decay_iters = saved["lr_decay_iters"]
-    if config.lr_schedule == "constant":
-        return None
-    return (f"the learning rate still reaches min_lr at update {config.lr_decay_iters:,}, as when this run started; "
-            "to stretch the schedule give --lr_decay_iters and --allow_change")
-
-
-def compare_with_saved(config, saved, where):
-    """Checks a resumed run's settings against the checkpoint's; returns [(key, saved, now)] of allowed changes of the curve."""
-    def changes(keys):
-        return [(k, saved[k], getattr(config, k)) for k in keys if k in saved and saved[k] != getattr(config, k)]
-
-    wrong = [f"{k} is {old} in {where} and {new} in this configuration: a checkpoint cannot change its architecture; "
-             f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE)]
-    if wrong:
-        raise UserError(*wrong)
-    curve = changes(CURVE)
-    if curve and not config.allow_change:
-        raise UserError(*[f"{k} was {old} in {where} and is {new} now, which changes the curve: give {k}={old} to go on with "
-                          "the same run, or --allow_change to go on with another" for k, old, new in curve])
-    return curve
-
-
 # ------------------------------------------------------------------------------------------------------- showing it
 
 
 def as_dict(config):
     """The resolved settings, JSON-able, in the order of the class."""
-    return {name: getattr(config, name) for name in FIELDS if name not in ("eval_iters", "decay_lr", "always_save_checkpoint")}
+    return {name: getattr(config, name) for name in FIELDS if name not in ("eval_iters", "decay_lr", "always_save_checkpoint", "plan", "plan_gpu", "rehearse", "check")}
 
 
 def table(config):
@@ -416,3 +383,31 @@ def table(config):
     columns = max(1, min(4, 120 // width))
     rows = -(-len(cells) // columns)
     return "\n".join("".join(c.ljust(width) for c in cells[r::rows]).rstrip() for r in range(rows))
+
+
+def make_model_config(config):
+    """The ModelConfig of a run, its derived sizes written back to the config; UserError where it cannot be built."""
+    keys = ModelConfig.__dataclass_fields__
+    model_config = ModelConfig(**{k: getattr(config, k) for k in keys})
+    if problems := model_config.problems():
+        raise UserError(*problems)
+    for key in keys:
+        setattr(config, key, getattr(model_config, key))
+    return model_config
+
+
+def versions():
+    """What the bits of a run depend on besides its settings: versions of Python, torch and this code."""
+    import torch
+
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "git": git_revision()}
+
+
+def git_revision():
+    """The commit this code is at, with + where files were changed; None outside a git checkout."""
+    try:
+        out = subprocess.run(["git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"], cwd=ROOT,
+                             capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() or None

@@ -35,13 +35,17 @@ def full_disk(path, needed, error):
                      "free some space or choose another folder; what was complete before is untouched")
 
 
+def tell(error):
+    for sentence in error.sentences:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
 def run_as_script(main):
     """Runs main() as a program: a UserError is printed as `error: ...` lines and ends with exit code 2."""
     try:
         code = main()
     except UserError as error:
-        for sentence in error.sentences:
-            print(f"error: {sentence}", file=sys.stderr)
+        tell(error)
         code = EXIT_BAD_INPUT
     except BrokenPipeError:  # `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ import torch
 
 from data.order import count_windows
 from engine.errors import UserError
+from engine.sync import all_gather
 from model import IGNORE
 
 
@@ -15,22 +16,28 @@ def check_split(dataset, split, block_size):
 
 
 @torch.no_grad()
-def evaluate(model, reader, tokens, batch_size, device, precision, stop=None):
+def evaluate(model, reader, tokens, batch_size, place, precision, stop=None):
     """Mean cross-entropy in nats a token over the first `tokens` tokens, as consecutive windows (at least one).
 
-    Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. None where `stop` turned true.
+    Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. Ranks take them in turn, and one
+    without a micro-batch left runs an empty one: sharded layers need it. The same number for any count of ranks.
+    None where `stop` turned true on a single process.
     """
     n_windows = max(1, min(tokens // reader.block_size, reader.n_windows))
     divisor = n_windows * reader.block_size
+    n_batches = -(-n_windows // batch_size)
     model.eval()
     losses = []
-    for start in range(0, n_windows, batch_size):
-        x, y = reader.batch(start, min(batch_size, n_windows - start))
+    for i in range(place.rank, -(-n_batches // place.ranks) * place.ranks, place.ranks):
+        x, y = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)))
         if short := batch_size - len(x):
             x = torch.cat((x, x.new_zeros(short, x.size(1))))
             y = torch.cat((y, y.new_full((short, y.size(1)), IGNORE)))
-        with precision.context(device.type):
-            losses.append(model(x.to(device), y.to(device), divisor=divisor))
-        if stop:
+        with precision.context(place.device.type):
+            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor))
+        if stop and place.ranks == 1:
             return None
-    return torch.stack(losses).cpu().double().sum().item()
+    losses = torch.stack(losses)
+    if place.ranks > 1:
+        losses = all_gather(losses).t().flatten()[:n_batches]  # (ranks, each) -> in the order of the windows
+    return losses.cpu().double().sum().item()

@@ -1,5 +1,6 @@
 """Weights from elsewhere: nanoGPT's ckpt.pt and Hugging Face's GPT-2, under this project's names. Nothing is unpickled."""
 
+import functools
 import glob
 import json
 import os
@@ -22,11 +23,11 @@ GPT2_NAMES = {"gpt2": "openai-community/gpt2", "gpt2-medium": "openai-community/
 
 @dataclass
 class Weights:
-    """A model found somewhere: its architecture, its tensors by our names, each read when called for."""
+    """A model found somewhere: its architecture, its tensors by our names, read when called for."""
 
     path: str
     model_config: ModelConfig
-    tensors: dict[str, Any]  # name -> function that returns the tensor
+    sources: dict[str, Any]  # name -> (shape, function of a slice that reads those rows), for checkpoint.fill
     tokenizer: Any  # None where nothing says which one it was trained with
     checkpoint: Checkpoint | None = None  # where it is one of ours, which has an optimizer's state too
 
@@ -51,8 +52,7 @@ def open_weights(where, say=print):
 
 
 def of_checkpoint(checkpoint):
-    tensors = {n: lambda n=n: checkpoint.read("model", n) for n in checkpoint.names("model")}
-    return Weights(checkpoint.path, checkpoint.model_config(), tensors, checkpoint.tokenizer(), checkpoint)
+    return Weights(checkpoint.path, checkpoint.model_config(), checkpoint.sources("model"), checkpoint.tokenizer(), checkpoint)
 
 
 # ------------------------------------------------------------------------------------------------------------ nanoGPT
@@ -62,28 +62,31 @@ GPT2_MODULES = {"wte": "wte", "wpe": "wpe", "ln_f": "norm", "ln_1": "norm1", "ln
                 "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
 
 
-def rename_gpt2(names, read, n_layer, n_embd, transposed):
-    """{our name: function that returns the tensor} for GPT-2's names, as OpenAI, Hugging Face and nanoGPT share them.
+def rename_gpt2(shapes, read, n_embd, transposed):
+    """{our name: (shape, function of a slice that reads those rows)} for GPT-2's names, as OpenAI, Hugging Face and nanoGPT share
+    them; shapes: {their name: shape}, read: their name -> tensor.
 
     `transposed`: matrices of the blocks are stored (in, out), as OpenAI's. Names without a place come back as they are,
     so that they are seen as unexpected; the causal masks that old files hold as buffers are passed over.
     """
     found = {}
-    for name in names:
+    for name, shape in shapes.items():
         words = name.removeprefix("transformer.").split(".")
         if words[-1] == "masked_bias" or words[-2:] == ["attn", "bias"] or name == "lm_head.weight":  # the head is tied
             continue
-        layer = f"blocks.{words[1]}." if words[0] == "h" else ""
+        layer = f"blocks.{words[1]}." if words[0] == "h" and len(words) > 2 else ""
         module, kind = ".".join(words[2 if layer else 0:-1]), words[-1]
+        flip = transposed and kind == "weight" and ("attn" in module or "mlp" in module)
+        shape = tuple(reversed(shape)) if flip else tuple(shape)
 
-        def whole(name=name, flip=transposed and kind == "weight" and ("attn" in module or "mlp" in module)):
-            return read(name).t() if flip else read(name)
+        def rows(rows, name=name, flip=flip, start=0, stop=None):
+            return (read(name).t() if flip else read(name))[start:stop][rows]
 
         if module == "attn.c_attn":
             for i, part in enumerate("qkv"):
-                found[f"{layer}attn.{part}.{kind}"] = lambda whole=whole, i=i: whole()[i * n_embd:(i + 1) * n_embd]
+                found[f"{layer}attn.{part}.{kind}"] = ((n_embd, *shape[1:]), functools.partial(rows, start=i * n_embd, stop=(i + 1) * n_embd))
         else:
-            found[f"{layer}{GPT2_MODULES[module]}.{kind}" if module in GPT2_MODULES else name] = whole
+            found[f"{layer}{GPT2_MODULES[module]}.{kind}" if module in GPT2_MODULES else name] = (shape, rows)
     return found
 
 
@@ -100,8 +103,8 @@ def of_nanogpt(path):
                         f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
     config = ModelConfig(**{k: args[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout") if k in args},
                          mlp="gelu")
-    tensors = rename_gpt2(state, state.__getitem__, config.n_layer, config.n_embd, transposed=False)
-    return Weights(path, config, tensors, nanogpt_tokenizer(path, saved.get("config", {}), config.vocab_size))
+    sources = rename_gpt2({n: t.shape for n, t in state.items()}, state.__getitem__, config.n_embd, transposed=False)
+    return Weights(path, config, sources, nanogpt_tokenizer(path, saved.get("config", {}), config.vocab_size))
 
 
 def nanogpt_tokenizer(path, config, vocab_size):
@@ -152,8 +155,9 @@ def of_gpt2(folder):
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a whole safetensors file: {error}") from None
         files.update({name: opened for name in opened.keys()})
-    tensors = rename_gpt2(files, lambda n: files[n].get_tensor(n), config.n_layer, config.n_embd, transposed=True)
+    shapes = {name: opened.get_slice(name).get_shape() for name, opened in files.items()}
+    sources = rename_gpt2(shapes, lambda n: files[n].get_tensor(n), config.n_embd, transposed=True)
     tokenizer = load_tokenizer(folder) if os.path.isfile(os.path.join(folder, "tokenizer.json")) else None
     if tokenizer is None and config.vocab_size == 50257:
         tokenizer = load_tokenizer("gpt2")
-    return Weights(folder, config, tensors, tokenizer)
+    return Weights(folder, config, sources, tokenizer)

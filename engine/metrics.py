@@ -53,11 +53,16 @@ def peak_flops(device, dtype):
 class Metrics:
     """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb where that was asked for."""
 
-    def __init__(self, run, step):
-        """Opens run/metrics.jsonl to go on after `step` updates: lines beyond it, and a torn last one, are cut off."""
-        self.run, self.path = run, os.path.join(run, "metrics.jsonl")
+    def __init__(self, run, step, active=True):
+        """Opens run/metrics.jsonl to go on after `step` updates: lines beyond it, and a torn last one, are cut off.
+
+        A rank that is not active writes nothing.
+        """
+        self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
         self.tokens, self.wandb = 0, None
+        if not active:
+            return
         kept = []
         if os.path.exists(self.path):
             with open(self.path, encoding="utf-8") as f:
@@ -76,6 +81,8 @@ class Metrics:
 
     def write(self, kind, step, **values):
         """One line: {"kind": ..., "step": ..., ...}, numbers in full precision."""
+        if not self.active:
+            return
         record = {"kind": kind, "step": step, **values}
         self.file.write(json.dumps(record) + "\n")
         self._remember(record)
@@ -88,7 +95,8 @@ class Metrics:
         self.flush()
 
     def flush(self):
-        self.file.flush()
+        if self.active:
+            self.file.flush()
 
     def _remember(self, record):
         if record["kind"] == "train":
@@ -113,12 +121,15 @@ class Metrics:
             return run_id
 
     def close(self):
-        self.file.close()
+        if self.active:
+            self.file.close()
         if self.wandb:
             self.wandb.finish()
 
     def draw(self):
         """Draws run/loss.png: losses over tokens, learning rate and speed under them. 800 pixels wide."""
+        if not self.active:
+            return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -156,6 +167,30 @@ class Metrics:
         picture = os.path.join(self.run, "loss.png")
         figure.savefig(picture + ".tmp", format="png")
         os.replace(picture + ".tmp", picture)
+
+
+def describe(model, config, train_data, val_data, batches, place):
+    """The few lines at the start of a log that say what is trained on what."""
+    sizes = {n: (p.numel(), p.dim()) for n, p in model.named_parameters()}
+    total = sum(size for size, _ in sizes.values())
+
+    def count(*parts):
+        return sum(size for name, (size, _) in sizes.items() if any(part in name for part in parts))
+
+    per_epoch = batches.n_windows * config.block_size / config.total_batch_size
+    device = place.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    validation = f"; validation {min(val_data.n_tokens, config.eval_tokens):,} of {val_data.n_tokens:,} tokens" if val_data else ""
+    layout = "" if place.layout == "single" else f", {place.layout} on {place.ranks} processes"
+    if place.replicas > 1:
+        layout += f" ({place.replicas} replicas of {place.shards} shards)"
+    return "\n".join((
+        f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
+        f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",
+        f"data: {train_data.description}{validation}",
+        f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size} (GPT-2 124M's "
+        f"reference: 491,520); an epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
+        f"device: {device.type} ({where}), {config.dtype}{', compiled' if config.compile else ''}{layout}{', deterministic' if config.deterministic else ''}\n"))
 
 
 def smooth(values, weight=0.95):

@@ -5,42 +5,53 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
+from engine.sync import local, own_rows, whole_rows
+
 
 class AdamW:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101) over named parameters, by torch.optim's own kernels.
 
     It is torch.optim's functional form: building a torch.optim.Optimizer imports torch._dynamo, a second of every start,
     and state kept by parameter name is what a checkpoint wants. Matrices and embeddings decay, biases and norms do not.
+    Of a sharded parameter each rank updates the rows it holds.
     """
+
+    STATE = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, named_parameters, config):
         self.betas, self.updates = (config.beta1, config.beta2), 0
-        self.parameters, self.moments = {}, {}  # name -> parameter; name -> (exp_avg, exp_avg_sq), made at the first step
-        for name, p in named_parameters:
-            self.parameters[name] = p
+        # The fused kernel rounds a tensor's tail otherwise than its body, so its bits follow where a shard ends
+        self.fused = not config.deterministic
+        self.parameters, self.moments = dict(named_parameters), {}  # name -> parameter; name -> (exp_avg, exp_avg_sq)
         self.groups = [
             ([n for n, p in self.parameters.items() if p.dim() >= 2], config.weight_decay),
             ([n for n, p in self.parameters.items() if p.dim() < 2], 0.0),
         ]
 
+    @torch.no_grad()
     def make_state(self):
         for name, p in self.parameters.items():
             if name not in self.moments:
-                self.moments[name] = (torch.zeros_like(p), torch.zeros_like(p))
+                self.moments[name] = (torch.zeros_like(local(p)), torch.zeros_like(local(p)))
 
     @torch.no_grad()
     def step(self, lr, grad_scale=None):
-        """One update from the gradients over grad_scale (a 0-dim tensor, None: 1), dividing inside the same pass."""
+        """One update from the gradients over grad_scale (a 0-dim tensor, None: 1)."""
         self.make_state()
+        if grad_scale is not None:
+            grad_scale = grad_scale.to(local(next(iter(self.parameters.values()))).device)  # offloaded parameters live on the CPU
         for names, weight_decay in self.groups:
-            p = [self.parameters[n] for n in names]
+            names = [n for n in names if local(self.parameters[n]).numel()]  # a shard may be empty
+            p, gradients = [local(self.parameters[n]) for n in names], [local(self.parameters[n].grad) for n in names]
             if not p:
                 continue
+            if not self.fused and grad_scale is not None:
+                torch._foreach_div_(gradients, grad_scale)
             # the kernel adds one to each before it uses it
-            steps = [torch.full((), float(self.updates), device=x.device) for x in p]
-            adamw(p, [x.grad for x in p], [self.moments[n][0] for n in names], [self.moments[n][1] for n in names], [], steps,
-                  fused=True, grad_scale=grad_scale, lr=lr, beta1=self.betas[0], beta2=self.betas[1],
-                  weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False)
+            steps = [torch.full((), float(self.updates), device=x.device if self.fused else "cpu") for x in p]
+            adamw(p, gradients, [self.moments[n][0] for n in names], [self.moments[n][1] for n in names], [], steps,
+                  fused=self.fused, foreach=not self.fused, grad_scale=grad_scale if self.fused else None, lr=lr, beta1=self.betas[0],
+                  beta2=self.betas[1], weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False)
         self.updates += 1
 
     def zero_grad(self):
@@ -48,17 +59,17 @@ class AdamW:
             p.grad = None
 
     def state(self):
-        """Name -> tensor of everything but the number of updates, for checkpoints: <parameter>.exp_avg and .exp_avg_sq."""
+        """Name -> this rank's tensor of everything but the number of updates, for checkpoints: <parameter>.exp_avg and .exp_avg_sq."""
         self.make_state()
-        return {f"{n}.{kind}": t for n, pair in self.moments.items() for kind, t in zip(("exp_avg", "exp_avg_sq"), pair)}
+        return {f"{n}.{kind}": t for n, pair in self.moments.items() for kind, t in zip(self.STATE, pair)}
 
 
 class Muon:
     """Muon (Jordan and others, 2024, kellerjordan.github.io/posts/muon) on the blocks' matrices, AdamW on everything else.
 
     A matrix moves along its momentum made orthogonal, every direction by the same length. Matrices of one shape are
-    stacked and go through together: on a CPU a product of sixteen small matrices costs half of sixteen products.
-    Muon's rate is muon_learning_rate times the same schedule.
+    stacked and go through together: on a CPU a product of sixteen small matrices costs half of sixteen products. Sharded
+    matrices are gathered whole for it. Muon's rate is muon_learning_rate times the same schedule.
     """
 
     MOMENTUM = 0.95
@@ -71,7 +82,7 @@ class Muon:
             else:
                 rest.append((name, p))
         self.adamw = AdamW(rest, config)
-        self.momentum = {shape: torch.zeros(len(found), *shape, device=found[0][1].device) for shape, found in self.matrices.items()}
+        self.momentum = {}  # shape -> (matrices, this rank's rows, columns), made at the first step
         self.weight_decay, self.rate = config.weight_decay, config.muon_learning_rate / config.learning_rate
 
     @property
@@ -83,17 +94,25 @@ class Muon:
         self.adamw.updates = value
 
     @torch.no_grad()
+    def make_state(self):
+        for shape, found in self.matrices.items():
+            if shape not in self.momentum:
+                self.momentum[shape] = torch.stack([torch.zeros_like(local(p)) for _, p in found])
+
+    @torch.no_grad()
     def step(self, lr, grad_scale=None):
         """One update from the gradients over grad_scale (a 0-dim tensor, None: 1)."""
         self.adamw.step(lr, grad_scale)
+        self.make_state()
         lr = lr * self.rate
         for shape, found in self.matrices.items():
-            gradient = torch.stack([p.grad for _, p in found])  # (matrices, rows, columns)
+            gradient = torch.stack([local(p.grad) for _, p in found])  # (matrices, rows, columns)
             if grad_scale is not None:
                 gradient /= grad_scale
             momentum = self.momentum[shape].lerp_(gradient, 1 - self.MOMENTUM)
-            update = orthogonalize(gradient.lerp_(momentum, self.MOMENTUM))  # Nesterov's look ahead
-            parameters = [p for _, p in found]
+            ahead = gradient.lerp_(momentum, self.MOMENTUM)  # Nesterov's look ahead
+            update = own_rows(orthogonalize(whole_rows(ahead, found[0][1])), found[0][1])
+            parameters = [local(p) for _, p in found]
             torch._foreach_mul_(parameters, 1 - lr * self.weight_decay)
             torch._foreach_add_(parameters, list(update.unbind()), alpha=-lr * max(1.0, shape[0] / shape[1]) ** 0.5)
 
@@ -105,6 +124,7 @@ class Muon:
 
     def state(self):
         """AdamW's state, and <parameter>.momentum of each matrix."""
+        self.make_state()
         own = {f"{name}.momentum": t for shape, found in self.matrices.items() for (name, _), t in zip(found, self.momentum[shape])}
         return {**self.adamw.state(), **own}
 
@@ -128,13 +148,6 @@ def orthogonalize(g):
 def make_optimizer(named_parameters, config):
     """AdamW or Muon over the model's parameters, as the config says."""
     return {"adamw": AdamW, "muon": Muon}[config.optimizer](named_parameters, config)
-
-
-@torch.no_grad()
-def gradient_norm(parameters):
-    """The 2-norm of all gradients together, a float32 scalar on their device."""
-    norms = torch._foreach_norm([p.grad for p in parameters])
-    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class LossScale:

@@ -1,14 +1,150 @@
-"""Where a process runs: its device, and the numbers it computes in."""
+"""Process management and communication backend: from torchrun's environment to ranks, device, backend and device mesh.
+
+torchrun gives every process RANK, WORLD_SIZE, LOCAL_RANK and a key-value store at MASTER_ADDR:MASTER_PORT. What ranks must agree
+on before the first collective (a wrong setting, missing data) goes through that store: it works while nothing else does.
+"""
 
 import contextlib
+import datetime
+import glob
+import hashlib
+import itertools
+import json
+import os
+import socket
 import sys
-from dataclasses import dataclass
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from engine.config import ROOT, as_dict
 from engine.errors import UserError
 
+JOIN_SECONDS = int(os.environ.get("BORINGGPT_JOIN_SECONDS", 60))  # for every rank to show up
+JOINS = itertools.count()
+WORK_SECONDS = 3600  # for a rank that has work to do between two words: a checkpoint's checksums, a data set to prepare
 
+
+@dataclass
+class Place:
+    """Where this process stands among the others."""
+
+    rank: int = 0
+    ranks: int = 1  # data-parallel ranks: all there are
+    local_rank: int = 0
+    store: Any = None  # torchrun's key-value store; None where there is one process
+    layout: str = "single"  # single | ddp | fsdp
+    replicas: int = 1  # HSDP: copies of the sharded model
+    device: Any = None
+    mesh: Any = None
+    host: str = field(default_factory=socket.gethostname)
+    agreements: int = 0
+    patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
+
+    @property
+    def shards(self):
+        return self.ranks // self.replicas if self.layout == "fsdp" else 1
+
+    @property
+    def speaks(self):
+        """Only one rank tells what all know."""
+        return self.rank == 0
+
+    @property
+    def shard_group(self):
+        return self.mesh["dp_shard"].get_group()
+
+    @property
+    def replica_group(self):
+        return self.mesh["dp_replicate"].get_group()
+
+    def say(self, sentence):
+        """Prints, once for all ranks."""
+        if self.speaks:
+            print(sentence, flush=True)
+
+    def from_first(self, value):
+        """Rank 0's value (JSON-able) on every rank."""
+        if self.store is None:
+            return value
+        self.agreements += 1
+        key = f"first/{self.agreements}"
+        if self.speaks:
+            self.store.set(key, json.dumps(value))
+        return json.loads(self.store.get(key))
+
+    @contextlib.contextmanager
+    def agreement(self):
+        """A block of checks that all ranks make: where any of them finds a fault, all end here, and each fault is told once."""
+        try:
+            yield
+            sentences = []
+        except UserError as error:
+            if self.store is None:
+                raise
+            sentences = list(error.sentences)
+        if self.store is None:
+            return
+        self.agreements += 1
+        found = self.tell_all(f"agreement/{self.agreements}", sentences)
+        self.patience = WORK_SECONDS
+        self.store.set_timeout(datetime.timedelta(seconds=WORK_SECONDS))
+        if any(found):
+            raise UserError(*dict.fromkeys(s for rank in found for s in rank))
+
+    def tell_all(self, key, value):
+        """Every rank's value (JSON-able), in rank order, through the store; UserError that names ranks that did not come."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        found, missing, deadline = [], [], time.time() + self.patience
+        for rank in range(self.ranks):
+            try:
+                self.store.wait([f"{key}/{rank}"], datetime.timedelta(seconds=max(1, deadline - time.time())))
+                found.append(json.loads(self.store.get(f"{key}/{rank}")))
+            except dist.DistStoreError:
+                missing.append(rank)
+        if missing:
+            raise UserError(f"after {self.patience} s rank {', '.join(map(str, missing))} of {self.ranks} had not come as far as rank {self.rank}: "
+                            "look at its own log; a host that cannot be reached or a different command on it are the usual causes")
+        return found
+
+
+def join():
+    """This process's Place: alone, or one of torchrun's, connected to its store."""
+    if "RANK" not in os.environ:
+        return Place()
+    place = Place(rank=int(os.environ["RANK"]), ranks=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=JOIN_SECONDS)))
+    # keys of its own for each start by torchrun, and for each run that a process makes one after the other
+    place.store = dist.PrefixStore(f"boringgpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(JOINS)}", store)
+    return place
+
+
+def choose_layout(place, config):
+    """single, ddp or fsdp, and how many replicas; UserError where the ranks do not fit the settings."""
+    layout = config.parallel
+    if layout == "auto":
+        layout = "fsdp" if config.dp_replicate > 1 else "ddp" if place.ranks > 1 else "single"
+    problems = []
+    if layout in ("ddp", "fsdp") and place.store is None:
+        problems.append(f"parallel={layout} needs the processes that torchrun starts: torchrun --standalone --nproc_per_node=N train.py ...; "
+                        "python train.py alone takes parallel=single")
+    if layout == "single" and place.ranks > 1:
+        problems.append(f"parallel=single, but torchrun started {place.ranks} processes: parallel=ddp or fsdp would use them")
+    if config.dp_replicate > 1 and layout != "fsdp":
+        problems.append(f"dp_replicate={config.dp_replicate} makes replicas of a sharded model: parallel=fsdp would work")
+    elif place.ranks % config.dp_replicate:
+        works = [str(r) for r in range(1, place.ranks + 1) if place.ranks % r == 0]
+        problems.append(f"dp_replicate={config.dp_replicate} does not divide {place.ranks} processes: {', '.join(works)} would work")
+    if config.deterministic and place.ranks & (place.ranks - 1):
+        problems.append(f"deterministic=True sums in a binary tree over the processes: {place.ranks} is no power of two, "
+                        f"{1 << (place.ranks.bit_length() - 1)} or {1 << place.ranks.bit_length()} would work")
+    if problems:
+        raise UserError(*problems)
+    place.layout, place.replicas = layout, config.dp_replicate
 def choose_device(requested):
     """The torch.device for `requested` (auto | cpu | cuda | cuda:N | mps); auto takes the fastest there is."""
     if requested == "auto":
@@ -54,11 +190,9 @@ def choose_precision(device_type, requested, bf16_supported):
     return Precision(requested, getattr(torch, requested), requested == "float16")
 
 
-def start(config):
-    """Sets this process up as the config says; returns (device, Precision)."""
+def use_device(config):
+    """Takes the device and the numbers that a config asks for; returns (device, Precision) and writes them into the config."""
     device = choose_device(config.device)
-    if config.backend == "nccl" and device.type != "cuda" and "backend" in config.given and config.given["backend"] == "command line":
-        raise UserError(f"backend=nccl works on cuda devices, this run is on {device.type}; backend=auto would work")
     if config.threads:
         torch.set_num_threads(config.threads)
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -67,13 +201,147 @@ def start(config):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT: float32 products on the tensor cores
         torch.backends.cudnn.allow_tf32 = True
-    config.device, config.dtype = str(device), precision.dtype
+    config.device, config.dtype = device.type, precision.dtype
     if config.compile is None:
         config.compile = device.type == "cuda"
     return device, precision
 
 
-def compile_blocks(model, device):
+def start(place, config):
+    """Sets this process up as the config says, alone or among others; returns (Precision, backend) and fills in the Place."""
+    choose_layout(place, config)
+    if config.deterministic:
+        if "threads" not in config.given:
+            config.threads = 1  # a LayerNorm's weight gradient has other last bits on two threads
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over each new tensor
+    if place.store is not None and config.device in ("auto", "cuda") and torch.cuda.is_available():
+        config.device = f"cuda:{place.local_rank}"  # each process of a machine its own
+    place.device, precision = use_device(config)
+    backend = ("nccl" if place.device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend
+    if place.store is not None or config.given.get("backend") == "command line":  # nanoGPT's configs name one on a single process too
+        if backend == "nccl" and place.device.type != "cuda":
+            raise UserError(f"backend=nccl works on cuda devices and this run is on {place.device.type}: backend=gloo or auto would work")
+        if backend == "gloo" and place.device.type == "cuda":
+            raise UserError("backend=gloo does not carry cuda tensors here: backend=nccl or auto would work, or device=cpu")
+    return precision, backend
+
+
+def check_batch(place, config):
+    """UserError unless the update's micro-batches can be shared out evenly."""
+    if config.micro_batches % place.ranks:
+        works = [str(w) for w in range(1, config.micro_batches + 1) if config.micro_batches % w == 0 and not (config.deterministic and w & (w - 1))]
+        raise UserError(f"an update of {config.micro_batches} micro-batches (total_batch_size={config.total_batch_size} over batch_size * block_size = "
+                        f"{config.batch_size} * {config.block_size}) cannot be shared by {place.ranks} processes: {', '.join(works)} would work, or "
+                        f"total_batch_size={-(-config.micro_batches // place.ranks) * place.ranks * config.batch_size * config.block_size}")
+
+
+def compare_ranks(place, config, data_fingerprint):
+    """UserError unless all machines run the same code on the same settings and tokens; paths and names may differ."""
+    if place.store is None:
+        return
+    local_keys = ("out_dir", "dataset", "init_from", "wandb_run_name")
+    settings = {k: v for k, v in as_dict(config).items() if k not in local_keys}
+    digest = hashlib.sha256()
+    for folder in ("", "engine", "data"):
+        for path in sorted(glob.glob(os.path.join(glob.escape(ROOT), folder, "*.py"))):
+            with open(path, "rb") as f:
+                digest.update(f.read())
+    said = place.tell_all("settings", {"settings": settings, "code": digest.hexdigest(), "data": data_fingerprint, "host": place.host})
+    first, problems = said[0], []
+    for rank, other in enumerate(said):
+        where = f"rank {rank} on {other['host']}"
+        problems += [f"{k}={other['settings'][k]} on {where}, {k}={v} on rank 0: start every machine with the same settings"
+                     for k, v in first["settings"].items() if other["settings"].get(k) != v]
+        if other["code"] != first["code"]:
+            problems.append(f"{where} runs other code than rank 0: bring every machine to the same version")
+        if other["data"] != first["data"]:
+            problems.append(f"the data set on {where} holds other tokens than that of rank 0: copy it, or prepare it there in the same way")
+    if problems:
+        raise UserError(*problems)
+
+
+def check_shared_folder(place, run):
+    """UserError where FSDP's ranks do not all see the run's folder, into which each writes its shards."""
+    if place.layout != "fsdp" or place.ranks == 1:
+        return
+    path = os.path.join(run, place.from_first(f".seen_{os.getpid()}_{time.time_ns()}"))
+    try:
+        if place.speaks:
+            open(path, "x").close()
+        place.tell_all("written", True)
+        sees = place.tell_all("seen", os.path.exists(path))
+    finally:
+        if place.speaks and os.path.exists(path):
+            os.unlink(path)
+    if not all(sees):
+        blind = ", ".join(str(r) for r, s in enumerate(sees) if not s)
+        raise UserError(f"rank {blind} does not see what rank 0 writes into out_dir={place.from_first(run)}: under FSDP every rank writes its shards "
+                        "there, so a disk that all machines share would work, or parallel=ddp, which needs none")
+
+
+def connect(place, backend):
+    """Makes the process group and the device mesh, and lets a first all-reduce pass: after this, collectives work."""
+    if place.store is None:
+        return
+    with names_the_missing(place):
+        dist.init_process_group(backend, store=dist.PrefixStore("group", place.store), rank=place.rank, world_size=place.ranks,
+                                timeout=datetime.timedelta(seconds=WORK_SECONDS), device_id=place.device if place.device.type == "cuda" else None)
+        if place.layout == "fsdp":
+            place.mesh = dist.init_device_mesh(place.device.type, (place.replicas, place.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+        ones = torch.ones((), device=place.device)
+        dist.all_reduce(ones)
+        if ones.item() != place.ranks:
+            raise RuntimeError(f"a first all-reduce over {place.ranks} ranks gave {ones.item()}")
+
+
+@contextlib.contextmanager
+def names_the_missing(place):
+    """Around the first collective, which hangs where the network does: after JOIN_SECONDS rank 0 says who has not come through."""
+    store = place.store.clone()  # a connection of its own: the other one may be waiting
+
+    def give_up():
+        store.add("failed", 1)  # what other ranks meet from here on follows from this
+        missing = [str(r) for r in range(place.ranks) if not store.check([f"through/{r}"])]
+        print(f"error: rank {', '.join(missing)} of {place.ranks} did not come through a first all-reduce in {JOIN_SECONDS} s, though the store at "
+              f"{os.environ.get('MASTER_ADDR')} was reached: where a machine has several networks, NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPU) names "
+              "the one to take; without InfiniBand, NCCL_IB_DISABLE=1", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(JOIN_SECONDS, give_up if place.speaks else lambda: None)
+    timer.daemon = True
+    timer.start()
+    yield
+    place.store.set(f"through/{place.rank}", "1")
+    place.store.wait([f"through/{r}" for r in range(place.ranks)], datetime.timedelta(seconds=JOIN_SECONDS))
+    timer.cancel()
+
+
+def set_timeout(place, seconds):
+    """How long a collective may take from here on: short in the loop's steps, where a rank that is late is a rank that is lost."""
+    if place.store is None:
+        return
+    groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else [])
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+@contextlib.contextmanager
+def unhurried(place, config):
+    """Around what one rank may do while the others wait: saving, evaluation, sample texts."""
+    set_timeout(place, WORK_SECONDS)
+    yield
+    set_timeout(place, config.collective_seconds)
+
+
+def disconnect(place):
+    if dist.is_initialized():
+        dist.barrier()  # nobody closes the door on one who is still saving
+        dist.destroy_process_group()
+
+
+def compile_blocks(model, device, say):
     """torch.compile on each block: one compilation serves all, and parameter names stay plain. Eager, with one warning, where
     the compiler it needs is missing."""
     from torch._inductor import cpp_builder
@@ -81,8 +349,8 @@ def compile_blocks(model, device):
     try:
         cpp_builder.get_cpp_compiler()  # on a GPU too: it builds the kernels' launchers
     except Exception as error:
-        print(f"warning: compile=True needs a C++ compiler and there is none ({str(error).splitlines()[0]}): running eagerly; "
-              "install g++ or clang++ to compile", file=sys.stderr)
+        say(f"warning: compile=True needs a C++ compiler and there is none ({str(error).splitlines()[0]}): running eagerly; "
+            "install g++ or clang++ to compile")
         return
     for block in model.blocks:
         block.compile()

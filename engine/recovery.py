@@ -1,12 +1,20 @@
-"""What happens when a run is told to stop, and how two jobs are kept off one folder."""
+"""Failure recovery: a run that is told to stop, a rank that fails, faults told once, and two jobs kept off one folder.
 
+Imports nothing heavy: a restarted worker whose fault has been told is gone before torch is loaded.
+"""
+
+import contextlib
+import datetime
 import json
 import os
 import signal
 import socket
+import sys
+import tempfile
 import time
+import traceback
 
-from engine.errors import UserError
+from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError, tell
 
 try:
     import fcntl
@@ -30,6 +38,60 @@ class StopSignal:
 
     def __bool__(self):
         return self.name is not None
+
+
+def fault_mark():
+    """A file that says that this torchrun's job has told its fault: torchrun starts the workers again, they need not say it again.
+    None where there is no torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        with open(f"/proc/{os.getppid()}/stat") as f:
+            started = f.read().rsplit(")", 1)[1].split()[19]  # process ids come again, start times do not
+    except OSError:
+        started = ""
+    return os.path.join(tempfile.gettempdir(), f"boringgpt-{os.getuid()}-{os.getppid()}-{started}.fault")
+
+
+def leave_if_told():
+    """Ends a worker that torchrun has started again after a fault of configuration, which a restart cannot cure."""
+    mark = fault_mark()
+    if mark and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.path.exists(mark):
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ.get("TORCHELASTIC_MAX_RESTARTS") and os.environ.get("LOCAL_RANK") == "0":
+            with contextlib.suppress(OSError):
+                os.unlink(mark)
+        os._exit(EXIT_BAD_INPUT)
+
+
+@contextlib.contextmanager
+def told_once(place, where):
+    """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
+    without collectives, since the others may wait in one. where() says what it was at, such as "step 3"."""
+    try:
+        yield
+    except UserError as error:
+        if place.store is None:
+            raise
+        if mark := fault_mark():
+            with contextlib.suppress(OSError), open(mark, "x"):
+                pass
+        if place.speaks:
+            tell(error)
+        with contextlib.suppress(Exception):  # torchrun ends all ranks once one has left: rank 0 must have spoken by then
+            if place.speaks:
+                place.store.set("told", "1")
+            place.store.wait(["told"], datetime.timedelta(seconds=10))
+        os._exit(EXIT_BAD_INPUT)
+    except BaseException as error:
+        if place.store is None or isinstance(error, SystemExit):
+            raise
+        first = True
+        with contextlib.suppress(Exception):  # the store may have died with its host
+            first = place.store.add("failed", 1) == 1
+        if first:
+            lines = f"error: rank {place.rank} on {place.host} failed at {where()}:\n{traceback.format_exc()}"
+            os.write(sys.stderr.fileno(), lines.encode())  # one write: other ranks' lines do not come in between
+        os._exit(EXIT_FAILED)
 
 
 class RunLock:

@@ -56,12 +56,30 @@ def curve(run):
 
 
 def tensors(run, step):
-    """Every tensor of a checkpoint, weights and AdamW's moments, as bytes."""
-    from safetensors.torch import load_file
+    """Every tensor of a checkpoint, weights and the optimizer's state, whole, as bytes."""
+    from engine.checkpoint import open_checkpoint
 
-    folder = os.path.join(run, "checkpoints", f"step_{step:08d}")
-    return {f"{part}/{name}": t.numpy().tobytes() for part in ("model", "optimizer")
-            for name, t in load_file(os.path.join(folder, f"{part}.safetensors")).items()}
+    c = open_checkpoint(os.path.join(run, "checkpoints", f"step_{step:08d}"))
+    return {f"{part}/{name}": c.read(part, name).numpy().tobytes() for part in ("model", "optimizer") for name in c.names(part)}
+
+
+def torchrun(n, *command, env=None, timeout=300, options=()):
+    """Runs a script of the project under torchrun with n processes, without OMP_NUM_THREADS in the environment."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *options, *map(str, command)],
+                          cwd=ROOT, env={**environment, **(env or {})}, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    return Finished(done)
+
+
+def several(n, runs):
+    """Makes several runs of train.py one after the other in one group of n processes (1: without torchrun); starting costs seconds.
+
+    runs: [(out_dir, data, settings over TINY)].
+    """
+    commands = json.dumps([["tests/empty_config.py", f"--out_dir={out}", f"--dataset={data}", *as_args({**TINY, **settings})] for out, data, settings in runs])
+    result = torchrun(n, "tests/several.py", commands, timeout=600) if n > 1 else run_script("tests/several.py", commands, timeout=600)
+    assert result.code == 0, result.out[-3000:] + result.err[-5000:]
+    return result
 
 
 def steps(run):

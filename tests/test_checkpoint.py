@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train
 from engine import checkpoint as ckpt
 from engine.errors import UserError
+from engine.processes import Place
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +208,13 @@ def test_a_hostile_pt_file_is_refused_and_not_run(data, tmp_path, monkeypatch):
 
 @pytest.mark.quick
 def test_names_that_do_not_fit_are_listed(tmp_path):
-    tensors_here = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    here = {"a.weight": torch.zeros(2), "b.weight": torch.zeros(3)}
+    source = lambda *shape: (shape, lambda rows: torch.ones(shape)[rows])
     with pytest.raises(UserError) as error:
-        ckpt.fill(tensors_here, {"a": lambda: torch.zeros(2), "c": lambda: torch.zeros(1)}, "file")
-    assert "lacks b" in error.value.sentences[0] and "has c" in error.value.sentences[1]
-    with pytest.raises(UserError, match=r"b has shape \(4,\), this model needs \(3,\)"):
-        ckpt.fill(tensors_here, {"a": lambda: torch.zeros(2), "b": lambda: torch.zeros(4)}, "file")
+        ckpt.fill(Place(), here, here, {"a.weight": source(2), "c.weight": source(1)}, "file")
+    assert "lacks b.weight" in error.value.sentences[0] and "has c.weight" in error.value.sentences[1]
+    with pytest.raises(UserError, match=r"b.weight has shape \(4,\), this model needs \(3,\)"):
+        ckpt.fill(Place(), here, here, {"a.weight": source(2), "b.weight": source(4)}, "file")
+    assert not here["a.weight"].any(), "nothing was copied"
+    ckpt.fill(Place(), here, here, {"a.weight": source(2), "b.weight": source(3)}, "file")
+    assert all(t.all() for t in here.values())

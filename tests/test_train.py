@@ -136,15 +136,15 @@ def test_zero_updates_leave_the_checkpoint_of_step_zero(data, tmp_path):
     assert steps(tmp_path / "run") == [0, 1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lower_precision_trains_near_the_float32_curve_and_resumes_to_the_bit(dtype, data, tmp_path):
+@pytest.mark.parametrize("dtype, updates", [("bfloat16", 12), ("float16", 4)])  # float16 is slow on a CPU
+def test_lower_precision_trains_near_the_float32_curve_and_resumes_to_the_bit(dtype, updates, data, tmp_path):
     whole, parts, full = (tmp_path / n for n in ("whole", "parts", "full"))
-    settings = dict(lr_decay_iters=12)
-    train(whole, data, dtype=dtype, max_iters=12, **settings)
-    train(parts, data, dtype=dtype, max_iters=5, **settings)
-    train(parts, data, dtype=dtype, max_iters=12, **settings)
-    train(full, data, max_iters=12, **settings)
-    assert curve(whole) == curve(parts) and tensors(whole, 12) == tensors(parts, 12)
+    settings = dict(lr_decay_iters=updates, total_batch_size=64)
+    train(whole, data, dtype=dtype, max_iters=updates, **settings)
+    train(parts, data, dtype=dtype, max_iters=updates // 2, **settings)
+    train(parts, data, dtype=dtype, max_iters=updates, **settings)
+    train(full, data, max_iters=updates, **settings)
+    assert curve(whole) == curve(parts) and tensors(whole, updates) == tensors(parts, updates)
     difference = [abs(a[0] - b[0]) for a, b in zip(curve(whole).values(), curve(full).values())]
     assert 0 < max(difference) < 0.05
 
@@ -161,11 +161,11 @@ def test_an_update_that_is_not_finite_is_skipped_logged_and_in_the_end_stops_the
 
 def test_compile_without_a_compiler_is_one_warning_and_the_same_curve(data, tmp_path):
     """A machine without a C++ compiler: one warning, eager."""
-    env = {"PATH": os.path.dirname(shutil.which("true")) if not shutil.which("g++", path=os.path.dirname(shutil.which("true"))) else str(tmp_path), "CXX": "no-such-compiler"}
+    env = {"PATH": str(tmp_path), "CXX": "no-such-compiler"}
     plain, asked = tmp_path / "plain", tmp_path / "asked"
     train(plain, data, max_iters=3)
     result = train(asked, data, max_iters=3, compile=True, env=env)
-    assert result.err.count("warning: compile=True needs a C++ compiler") == 1 and curve(plain) == curve(asked)
+    assert (result.out + result.err).count("warning: compile=True needs a C++ compiler") == 1 and curve(plain) == curve(asked)
 
 
 def test_compiled_checkpoints_have_plain_names_and_load_without_compile(data, tmp_path):

@@ -1,0 +1,108 @@
+"""What a start goes on from: the newest checkpoint of its folder, one that was asked for, or other weights; and whether it may.
+
+A change of the architecture or the tokenizer stops a run that goes on, a change of what draws the curve stops it unless
+--allow_change is given, and everything else is free.
+"""
+
+import os
+
+from engine import checkpoint as ckpt
+from engine.config import ARCHITECTURE, CURVE
+from engine.errors import UserError
+
+
+def find_resumable(run, config, say):
+    """The checkpoint that this start goes on from, or None for a new run."""
+    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return None
+    newest = ckpt.newest_complete(run, say)
+    if config.resume_step is None:
+        return newest
+    if newest and newest.step >= config.resume_step and newest.manifest["config"].get("resume_step") == config.resume_step:
+        return newest  # the same command again: it has gone back already
+    return ckpt.newest_complete(run, say, config.resume_step)
+
+
+def tell_architecture(config, found, where, say):
+    for sentence in take_architecture(config, found, where):
+        say(f"note: {sentence}; the weights' architecture counts")
+
+
+def check_resumable(resumed, config, dataset, say):
+    """Stops a resume that would change the architecture, the tokenizer or, unasked, the curve; returns allowed changes."""
+    saved = resumed.manifest
+    if sentence := keep_saved(config, saved["config"]):
+        say(f"note: {sentence}")
+    changed = compare_with_saved(config, saved["config"], resumed.path)
+    old, new = saved["tokenizer"], dataset.tokenizer_identity
+    if old and new and old["fingerprint"] != new["fingerprint"]:
+        raise UserError(f"{resumed.path} was trained with tokenizer {old['name']} ({old['fingerprint'][:12]}), dataset {config.dataset} is "
+                        f"made with {new['name']} ({new['fingerprint'][:12]}): prepare the data with the checkpoint's tokenizer")
+    if saved["dataset"] != dataset.fingerprint:
+        if not config.allow_change:
+            raise UserError(f"dataset {config.dataset} holds other tokens than {resumed.path} was trained on, which changes the curve: give "
+                            "the data set it was trained on, or --allow_change to go on with this one")
+        changed.append(("dataset", saved["dataset"], dataset.fingerprint))
+    for key, before, now in changed:
+        say(f"note: {key} was {before}, is {now} from here on")
+    return changed
+
+
+def take_architecture(config, model, where):
+    """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
+
+    What the command line said must agree; a smaller block_size stands, since weights can be cropped to it.
+    """
+    sentences, wrong = [], []
+    for key in ARCHITECTURE:
+        asked, found = getattr(config, key), getattr(model, key)
+        if key == "block_size" and key in config.given and asked < found:
+            continue
+        if key in config.given and asked is not None and asked != found:
+            sentence = f"{key} is {found} in {where}, not {asked} as {config.given[key]} says"
+            (wrong if config.given[key] == "command line" else sentences).append(sentence)
+        setattr(config, key, found)
+    if wrong:
+        raise UserError(*[f"{w}: leave it out, or start from other weights" for w in wrong])
+    return sentences
+
+
+def keep_saved(config, saved):
+    """Settings that nobody gave and that a longer max_iters must not move: a resumed run keeps the saved ones.
+
+    Returns a sentence to say, or None.
+    """
+    if "lr_decay_iters" in config.given or config.lr_decay_iters == saved["lr_decay_iters"]:
+        return None
+    config.lr_decay_iters = saved["lr_decay_iters"]
+    if config.lr_schedule == "constant":
+        return None
+    return (f"the learning rate still reaches min_lr at update {config.lr_decay_iters:,}, as when this run started; "
+            "to stretch the schedule give --lr_decay_iters and --allow_change")
+
+
+def compare_with_saved(config, saved, where):
+    """Checks a resumed run's settings against the checkpoint's; returns [(key, saved, now)] of allowed changes of the curve."""
+    def changes(keys):
+        return [(k, saved[k], getattr(config, k)) for k in keys if k in saved and saved[k] != getattr(config, k)]
+
+    wrong = [f"{k} is {old} in {where} and {new} in this configuration: a checkpoint cannot change its architecture; "
+             f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE)]
+    if wrong:
+        raise UserError(*wrong)
+    curve = changes(CURVE + (["threads", "compile"] if config.deterministic else []))
+    if curve and not config.allow_change:
+        raise UserError(*[f"{k} was {old} in {where} and is {new} now, which changes the curve: give {k}={old} to go on with "
+                          "the same run, or --allow_change to go on with another" for k, old, new in curve])
+    return curve
+
+
+def set_beyond_aside(run, resumed, config, say):
+    """Moves what lies beyond the step a run goes on from out of its way: it belongs to another curve."""
+    if not resumed and config.resume != "never":
+        return
+    beyond = [f"checkpoints/step_{s:08d}" for s in ckpt.list_steps(run) if not resumed or s > resumed.step]
+    if not resumed:
+        beyond += ["checkpoints/best", "metrics.jsonl", "loss.png", "config.json"]
+    if moved := ckpt.set_aside(run, beyond):
+        say(f"what {run} held of an earlier curve is now in {moved}")

@@ -1,0 +1,312 @@
+"""Parameter synchronization: DDP, FSDP2 and HSDP, gradients as sums over the whole update, and sums in a fixed order.
+
+An update's gradient is the sum over its M micro-batches, each already divided by the update's count of labelled tokens.
+D data-parallel ranks share them out. By default the sum is made as it comes: DDP adds up locally and all-reduces once, FSDP
+reduce-scatters each micro-batch. With deterministic=True it is made in one binary tree over the micro-batches' index, whatever
+D: leaves 0 and 1, 2 and 3, ... meet first, then those sums, as a binary counter counts. Each rank takes aligned runs of
+leaves, so that a subtree is summed where it lies and ranks exchange only subtree sums; the same bits come out for every D.
+"""
+
+import contextlib
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import UserError
+
+
+def local(t):
+    """The part of a tensor that lies on this rank, sharing its memory: all of it, but for a DTensor's shard of rows."""
+    return t.detach().to_local() if hasattr(t, "to_local") else t
+
+
+def shard_of(t):
+    """(shards, this rank's index among them, process group) of a parameter's rows; (1, 0, None) where it is whole."""
+    if not hasattr(t, "to_local"):
+        return 1, 0, None
+    dim = t.device_mesh.ndim - 1  # the last mesh dimension shards, one before it replicates
+    return t.device_mesh.size(dim), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
+
+
+def shard_rows(rows, shards):
+    """Rows of a parameter in each shard but the last ones, which may have fewer: FSDP2 cuts dimension 0 as torch.chunk does."""
+    return -(-rows // shards)
+
+
+def row_range(t):
+    """(first, behind the last) row of a parameter that this rank holds."""
+    shards, index, _ = shard_of(t)
+    rows = t.size(0)
+    each = shard_rows(rows, shards)
+    return min(rows, index * each), min(rows, (index + 1) * each)
+
+
+def whole_rows(part, p):
+    """(..., this rank's rows, columns) of a stack of matrices sharded as p -> (..., all rows, columns), on every rank."""
+    shards, _, group = shard_of(p)
+    if shards == 1:
+        return part
+    each = shard_rows(p.size(0), shards)
+    padded = torch.nn.functional.pad(part, (0, 0, 0, each - part.size(-2)))
+    return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
+
+
+def own_rows(whole, p):
+    """The part of (..., all rows, columns) that this rank holds of p."""
+    first, behind = row_range(p)
+    return whole[..., first:behind, :]
+
+
+class TreeSum:
+    """Adds values (lists of tensors) that come one after the other in the order of a binary tree. Level k holds a sum of 2^k
+    leaves or nothing, as a binary counter's digit k: memory for log2(leaves) values."""
+
+    def __init__(self):
+        self.levels = []
+
+    def add(self, value):
+        for k, older in enumerate(self.levels):
+            if older is None:
+                self.levels[k] = value
+                return
+            torch._foreach_add_(older, value)  # the same bits as value + older
+            value, self.levels[k] = older, None
+        self.levels.append(value)
+
+    def total(self):
+        """The sum of all that came; what is left over at the end is added from the smallest subtree up."""
+        total = None
+        for value in self.levels:
+            if value is not None and total is not None:
+                torch._foreach_add_(value, total)
+            total = value if value is not None else total
+        self.levels = []
+        return total
+
+
+def tree_sum(parts):
+    """Sums a list of tensors, one for each rank in order, as TreeSum would; a power of two of them, or TreeSum's order for the rest."""
+    tree = TreeSum()
+    for part in parts:
+        tree.add([part])
+    return tree.total()[0]
+
+
+def split_micro_batches(count, ranks, rank, run):
+    """Which of an update's `count` micro-batches a rank takes, in order: runs of `run` neighbours, dealt round."""
+    return [start + i for start in range(rank * run, count, ranks * run) for i in range(run)]
+
+
+def power_of_two_in(n):
+    """The largest power of two that divides n."""
+    return n & -n
+
+
+class Sync:
+    """What the ranks of a run do together, for one layout: single, ddp or fsdp (with replicas: HSDP).
+
+    `model` is called in the loop; `plain` is the module whose parameters are trained.
+    """
+
+    def __init__(self, plain, place, config):
+        self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
+        self.ranks, self.layout = place.ranks, place.layout
+        self.parameters = list(plain.parameters())
+        each = config.micro_batches // self.ranks
+        # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch
+        self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" else 1
+        self.mine = split_micro_batches(config.micro_batches, self.ranks, place.rank, self.run)
+        self.inner, self.outer = TreeSum(), TreeSum()
+        if self.layout == "ddp" and not self.deterministic:
+            self.wrap_ddp()
+
+    # ---- the layouts
+
+    def wrap_ddp(self):
+        """DDP with its division by the number of ranks taken out: gradients are sums here."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        devices = [self.place.device] if self.place.device.type == "cuda" else None
+        self.model = DistributedDataParallel(self.plain, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
+
+        def sum_hook(group, bucket):
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        self.model.register_comm_hook(None, sum_hook)
+
+    # ---- one update
+
+    def micro_step(self, i):
+        """The context of this rank's i-th forward and backward of an update: gradients meet in the last one only."""
+        if self.layout == "fsdp" and self.place.replicas > 1 and not self.deterministic:
+            self.plain.set_requires_all_reduce(i == len(self.mine) - 1)  # replicas meet once an update: 1/32 of the network for 32 micro-batches
+        if self.model is not self.plain and i < len(self.mine) - 1:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def after_backward(self, i):
+        """Deterministic: moves the micro-batch's gradients from the parameters into the tree."""
+        if not self.deterministic:
+            return
+        gradients = [local(p.grad) for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        self.inner.add(gradients)
+        if (i + 1) % self.run == 0:
+            subtree = self.inner.total()
+            self.outer.add(exchange(subtree) if self.layout == "ddp" and self.ranks > 1 else subtree)
+
+    def finish_gradients(self):
+        """Deterministic: the tree's total becomes the parameters' gradients."""
+        if not self.deterministic:
+            return
+        for p, total in zip(self.parameters, self.outer.total()):
+            if hasattr(p, "to_local"):
+                total = type(p).from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            p.grad = total
+
+
+    # ---- sums over all ranks
+
+    def sum_losses(self, losses, stop):
+        """(The sum of all micro-batches' losses over all ranks, whether any rank was told to stop); `losses` are this rank's, in the
+        order of `mine`. One small all-gather, in tree order."""
+        parts = torch.stack([*losses, losses[0].new_tensor(float(bool(stop)))])
+        if self.ranks == 1:
+            return tree_sum(list(parts[:-1])).item(), bool(parts[-1])
+        gathered = all_gather(parts).cpu()  # (ranks, each + 1)
+        count = gathered[:, :-1].numel()
+        ordered = torch.empty(count)
+        for rank, row in enumerate(gathered[:, :-1]):
+            ordered[split_micro_batches(count, self.ranks, rank, self.run)] = row
+        return tree_sum(list(ordered)).item(), bool(gathered[:, -1].any())
+
+    @torch.no_grad()
+    def gradient_norm(self):
+        """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
+        gradients = [local(p.grad) for p in self.parameters]
+        if not self.deterministic:
+            squares = torch.stack([g.square().sum() if g.numel() else g.new_zeros(()) for g in gradients]).sum() \
+                if self.layout == "fsdp" else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
+            if self.layout == "fsdp":
+                squares = squares.to(self.place.device)
+                dist.all_reduce(squares, group=self.place.shard_group)
+            return squares.sqrt()
+        rows = [row_squares(g) for g in gradients]
+        if self.layout == "fsdp":
+            rows = gather_rows(rows, self.parameters, self.place.shard_group)
+        return fold(torch.cat(rows)).sqrt().float()
+
+
+    def check_replicas(self):
+        """UserError that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
+        digest = hashlib.sha256()
+        for p in self.parameters:
+            digest.update(local(p).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64).to(self.place.device)
+        rows = all_gather(mine)[:, 0].tolist()
+        shards = self.place.shards
+        wrong = []
+        for shard in range(shards):  # ranks that hold the same rows
+            held = rows[shard::shards]
+            usual = max(held, key=held.count)
+            wrong += [i * shards + shard for i, h in enumerate(held) if h != usual]
+        if wrong:
+            raise UserError(f"the parameters of rank {', '.join(map(str, sorted(wrong)))} are not those of its replicas any more: broken memory or a "
+                            "bug; the checkpoints before this step are of the ranks that agreed")
+
+
+@torch.no_grad()
+def exchange(gradients):
+    """Sums lists of tensors over all ranks in tree order, the same result on each: shards change places in one all-to-all (the bytes
+    of a reduce-scatter), each rank adds up its shard, and an all-gather brings the sums back."""
+    ranks = dist.get_world_size()
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).view(ranks, -1)
+    received = torch.empty_like(padded)
+    dist.all_to_all_single(received, padded)
+    summed = tree_sum(list(received))
+    dist.all_gather_single(padded.view(-1), summed)
+    out, at = [], 0
+    for g in gradients:
+        out.append(padded.view(-1)[at:at + g.numel()].view(g.shape))
+        at += g.numel()
+    return out
+
+
+def all_gather(t, group=None):
+    """(ranks, *shape of t): every rank's t, in rank order."""
+    out = t.new_empty(dist.get_world_size(group) * t.numel())
+    dist.all_gather_single(out, t.reshape(-1), group=group)
+    return out.view(-1, *t.shape)
+
+
+def fold(x):
+    """Sums the last dimension by adding its second half to its first until one is left: only elementwise additions, whose rounding
+    depends neither on the number of rows nor on the machine's vector width."""
+    while (n := x.size(-1)) > 1:
+        half = n // 2
+        x = torch.cat((x[..., :half] + x[..., half:2 * half], x[..., 2 * half:]), dim=-1)
+    return x[..., 0] if x.size(-1) else x.new_zeros(x.shape[:-1])
+
+
+def row_squares(g):
+    """Each row's sum of squares in float64, (rows,): a row lies whole on one rank however a matrix is sharded."""
+    g = g.double().square()
+    return fold(g.flatten(1)) if g.dim() > 1 else g
+
+
+def gather_rows(rows, parameters, group):
+    """This rank's row sums of every parameter -> those of whole parameters, on every rank."""
+    ranks = dist.get_world_size(group)
+    sizes = [shard_rows(p.size(0), ranks) for p in parameters]  # of the padded shards, the same on all ranks
+    flat = torch.cat([torch.nn.functional.pad(r, (0, n - len(r))) for r, n in zip(rows, sizes)])
+    gathered = all_gather(flat, group)  # (ranks, all rows of a rank)
+    out, at = [], 0
+    for p, n in zip(parameters, sizes):
+        out.append(gathered[:, at:at + n].reshape(-1)[:p.size(0)])
+        at += n
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- FSDP
+
+
+class TreeReduceScatter:
+    """FSDP2's reduce-scatter with a fixed order of its sums: an all-to-all of shards, then a local sum in tree order."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(list(received.view(dist.get_world_size(group), -1))))
+
+
+def shard(model, place, config, precision):
+    """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
+    backward (in the autocast type, where there is one), everything else is the root's, in float32.
+
+    With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh = place.mesh["dp_shard"] if config.deterministic or place.replicas == 1 else place.mesh["dp_replicate", "dp_shard"]
+    offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+    common = dict(mesh=mesh, offload_policy=offload)
+    linears = MixedPrecisionPolicy(param_dtype=precision.autocast, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard([m for m in block.modules() if isinstance(m, torch.nn.Linear)], mp_policy=linears,
+                    reshard_after_forward=config.reshard_after_forward, **common)
+    fully_shard(model, reshard_after_forward=False, **common)
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_gradient_divide_factor(1.0)  # gradients are sums here
+        module.set_force_sum_reduction_for_comms(True)
+        if config.deterministic:
+            module.set_custom_reduce_scatter(TreeReduceScatter())
+            if place.replicas > 1:
+                module.set_all_reduce_hook(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group)))))

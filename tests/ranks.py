@@ -1,0 +1,117 @@
+"""What a group of processes is asked in the tests below it: `torchrun ... tests/ranks.py QUESTION FOLDER`; each rank writes an answer."""
+
+import json
+import os
+import sys
+import threading
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+
+from engine import checkpoint as ckpt
+from engine import processes
+from engine.config import Config, resolve
+from engine.optim import make_optimizer
+from engine.sync import Sync, local, shard
+from model import GPT, IGNORE, ModelConfig
+
+
+def config(**settings):
+    c = Config(out_dir="out", device="cpu", eval_interval=0, **settings)
+    resolve(c)
+    return c
+
+
+def joined(c):
+    place = processes.join()
+    precision, backend = processes.start(place, c)
+    processes.connect(place, backend)
+    return place, precision
+
+
+def build(place, c, precision, model_config):
+    if place.layout == "fsdp":
+        with torch.device("meta"):
+            model = GPT(model_config)
+        shard(model, place, c, precision)
+        model.to_empty(device="cpu")
+    else:
+        model = GPT(model_config)
+    parameters = dict(model.named_parameters())
+    ckpt.fill(place, parameters, parameters, model.first_values(0), "the first values")
+    return model
+
+
+def uneven_labels(folder):
+    """The gradient of an update of 4 micro-batches whose rows carry 10 and 100 labels, under this group's layout."""
+    place, gradients, _ = None, None, None
+    for parallel in ("ddp", "fsdp") if "RANK" in os.environ else ("single",):
+        c = config(parallel=parallel, batch_size=1, block_size=128, total_batch_size=4 * 128)
+        if place is None:
+            place, precision = joined(c)
+        else:
+            processes.choose_layout(place, c)
+            place.mesh = torch.distributed.init_device_mesh("cpu", (1, place.ranks), mesh_dim_names=("dp_replicate", "dp_shard"))
+        model = build(place, c, precision, ModelConfig(block_size=128, vocab_size=97, n_layer=2, n_head=2, n_embd=32))
+        sync = Sync(model, place, c)
+        generator = torch.Generator().manual_seed(0)
+        x, y = (torch.randint(0, 97, (4, 128), generator=generator) for _ in range(2))
+        labels = (10, 100, 100, 10)
+        for row, n in enumerate(labels):
+            y[row, n:] = IGNORE
+        losses = []
+        for i, j in enumerate(sync.mine):
+            with sync.micro_step(i):
+                loss = sync.model(x[j:j + 1], y[j:j + 1], divisor=sum(labels))
+                loss.backward()
+            losses.append(loss.detach())
+            sync.after_backward(i)
+        sync.finish_gradients()
+        total, _ = sync.sum_losses(losses, False)
+        gradients = {n: (p.grad.full_tensor() if parallel == "fsdp" else p.grad) for n, p in model.named_parameters()}
+        torch.save({"loss": total, "norm": sync.gradient_norm().item(), "gradients": gradients}, os.path.join(folder, f"{parallel}-{place.ranks}-{place.rank}.pt"))
+
+
+def memory(folder):
+    """Bytes that a rank of an FSDP group holds of a model whose blocks outweigh the rest, and its peak while it builds and loads."""
+    c = config(parallel="fsdp", batch_size=1, block_size=32, total_batch_size=8 * 32)
+    place, precision = joined(c)
+    model_config = ModelConfig(block_size=32, vocab_size=257, n_layer=8, n_head=4, n_embd=512, tie_embeddings=False)
+    whole = sum(p.numel() * 4 for p in GPT(model_config).parameters()) if place.rank == 0 else 0
+    whole = int(place.from_first(whole))
+    peak, watching = [rss()], True
+
+    def watch():
+        while watching:
+            peak.append(rss())
+            time.sleep(0.001)
+
+    build(place, c, precision, ModelConfig(block_size=32, vocab_size=257, n_layer=1, n_head=4, n_embd=32))  # what is imported on the way is no model
+    torch.distributed.barrier()
+    before = rss()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = build(place, c, precision, model_config)
+    optimizer = make_optimizer(model.named_parameters(), c)
+    optimizer.state()
+    built = max(peak) - before
+    watching = False
+    thread.join()
+    sync = Sync(model, place, c)
+    for i, _ in enumerate(sync.mine):
+        sync.model(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long), divisor=256).backward()
+    held = {"parameters": sum(local(p).numel() * 4 for p in model.parameters()), "gradients": sum(local(p.grad).numel() * 4 for p in model.parameters()),
+            "optimizer": sum(t.numel() * 4 for t in optimizer.state().values())}
+    with open(os.path.join(folder, f"memory-{place.rank}.json"), "w") as f:
+        json.dump({"whole": whole, "built": built, **held}, f)
+
+
+def rss():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2])
