@@ -1,0 +1,272 @@
+"""What a run will take, before any machine is asked for it: memory, traffic, disk, hours. `--plan=N` prints it for N processes.
+
+The model is built on torch's meta device, shapes without memory, and so is the optimizer: what they hold is counted on the very
+objects that a run trains with, cut as FSDP2 cuts them. No GPU and no data are needed.
+"""
+
+import copy
+import math
+
+import torch
+
+from data.shards import TokenDataset, find_dataset
+from data.sources import open_source
+from engine import config as settings
+from engine.errors import UserError
+from engine.families import open_weights
+from engine.metrics import GPU_PEAKS, short_number, short_time
+from engine.optim import make_optimizer
+from engine.processes import Place, check_batch, choose_layout, choose_precision
+from engine.resume import take_architecture
+from engine.sync import power_of_two_in, shard_rows
+from model import GPT, LOSS_CHUNK
+
+ASSUMED_MFU = 0.4  # of the peak; dense models of these sizes reach 0.3 to 0.5 where the network keeps up (PaLM, arXiv 2204.02311, table 3)
+
+EXACT = ("weights", "gradients", "optimizer")  # kinds of memory; the others are estimated
+
+# GB (1e9 bytes) of a GPU's memory, from the makers' data sheets; the larger where it is sold in two sizes
+GPU_MEMORY = {"B300": 288, "B200": 180, "H200": 141, "H100 PCIe": 80, "H100": 80, "GH200": 96, "H20": 96, "A100": 80, "A800": 80, "L40S": 48,
+              "L40": 48, "L4": 24, "A10G": 24, "A10": 24, "V100": 32, "T4": 16, "RTX 5090": 32, "RTX 4090": 24, "RTX 3090": 24}
+
+
+def plan(config, world):
+    """What a run of a loaded Config takes on `world` processes of the GPU config.plan_gpu, as a dict; sizes in bytes.
+
+    memory: {kind: bytes on the busiest device, rank 0's}. Weights, gradients and optimizer are exact; what is worked with beside
+    them, activations and logits are estimates (see working_bytes, activation_bytes, logit_bytes). on_host: the kinds that cpu_offload
+    moves there. shards: [(weights, gradients, optimizer)] of each rank of a replica, exact. sent: {collective: bytes that a rank
+    sends in one update}, with rings (see sent_bytes). checkpoint: exact but for some KB of names. hours: at ASSUMED_MFU.
+    UserError where the settings do not fit together, or not that many processes.
+    """
+    c = copy.copy(config)
+    place = Place(ranks=world, store=True)  # as if torchrun had started them
+    choose_layout(place, c)
+    peaks = gpu_peaks(c.plan_gpu)
+    precision = choose_precision("cuda", c.dtype, "bfloat16" in peaks)
+    if c.init_from not in ("scratch", "resume"):
+        take_architecture(c, open_weights(c.init_from).model_config, c.init_from)
+    vocabulary = find_vocabulary(c)
+    settings.resolve(c)
+    check_batch(place, c)
+    with torch.device("meta"):
+        model = GPT(settings.make_model_config(c))
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        state = {n: tuple(t.shape) for n, t in make_optimizer(model.named_parameters(), c).state().items()}
+    in_blocks = {id(p) for block in model.blocks for m in block.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
+    linears = [p for p in model.parameters() if id(p) in in_blocks]  # the groups that sync.shard() makes
+    root = [p for p in model.parameters() if id(p) not in in_blocks]
+
+    shards = []
+    for index in range(place.shards):
+        weights = 4 * sum(held(shape, place.shards, index) for shape in shapes.values())
+        shards.append((weights, weights, 4 * sum(held(shape, place.shards, index) for shape in state.values())))
+    element = precision.autocast.itemsize if precision.autocast else 4
+    memory = dict(zip(EXACT, shards[0]))
+    memory["working copies"] = working_bytes(c, place, linears, root, element)
+    if c.deterministic:
+        memory["sums in order"] = tree_bytes(memory["gradients"], c.micro_batches // world, place)
+    memory["activations"] = activation_bytes(c, element)
+    memory["logits"] = logit_bytes(model, c, element)
+    flops = model.flops_per_token() * c.total_batch_size * c.max_iters
+    peak = peaks[precision.dtype] * 1e12
+    return {
+        "processes": world, "layout": place.layout, "replicas": place.replicas, "dtype": precision.dtype, "vocabulary": vocabulary,
+        "parameters": sum(math.prod(s) for s in shapes.values()),
+        "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters,
+        "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
+        "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
+        "sent": sent_bytes(c, place, linears, root, element),
+        "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
+        "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
+    }
+
+
+def gpu_peaks(name):
+    peaks = dict(GPU_PEAKS)
+    if name not in peaks:
+        raise UserError(f"plan_gpu={name}: its peak is not known{settings.nearest(name, list(peaks))}; known are {', '.join(peaks)}")
+    return peaks[name]
+
+
+def find_vocabulary(c):
+    """Fills in vocab_size as train.py would, from the data where it lies here already; returns where it comes from."""
+    if c.vocab_size:
+        return f"{c.vocab_size:,}"
+    try:
+        c.vocab_size = TokenDataset(find_dataset(c.dataset, settings.ROOT), "train").vocab_size
+        where = f"of the data set {c.dataset}"
+    except UserError:
+        try:
+            tokenizer = open_source(c.dataset).tokenizer
+            c.vocab_size = {"byte": 257, "gpt2": 50257}[tokenizer]  # known without loading it, which may take a network
+            where = f"of the tokenizer {tokenizer}, which prepare.py takes for {c.dataset}"
+        except (UserError, KeyError):
+            where = "GPT-2's, since the data set is not here to ask; --vocab_size=N says otherwise"
+    c.vocab_size = c.vocab_size or 50304
+    return f"{c.vocab_size:,} ({where})"
+
+
+def held(shape, shards, index):
+    """Elements of a parameter that shard `index` of `shards` holds: whole rows, as sync.row_range has them."""
+    each = shard_rows(shape[0], shards)
+    rows = min(shape[0], (index + 1) * each) - min(shape[0], index * each)
+    return rows * math.prod(shape[1:])
+
+
+def padded(parameters, shards):
+    """Elements of parameters once each shard is filled up to the first one's rows, which is how they travel."""
+    return sum(shards * held(tuple(p.shape), shards, 0) for p in parameters)
+
+
+def working_bytes(c, place, linears, root, element):
+    """What a device holds beside its own shards while it computes; an estimate of the peak.
+
+    Single and DDP: autocast's copies of the blocks' weights, kept from forward to backward. FSDP2: the root group whole, its weights
+    from forward to backward and its gradients until they are scattered, and two blocks' weights (one in use, one on its way;
+    all of them without reshard_after_forward). A group's gradients exist in the computing type and as the float32 buffer of the
+    reduce-scatter; the largest one counts.
+    """
+    cast = element if element < 4 else 0
+    block = padded(linears, place.shards) // c.n_layer
+    if place.layout != "fsdp":
+        return cast * block * c.n_layer
+    whole = padded(root, place.shards)
+    gathered = 4 * whole + element * block * (min(2, c.n_layer) if c.reshard_after_forward else c.n_layer)
+    return gathered + 4 * whole + max(4 * whole, (element + 4) * block)
+
+
+def tree_bytes(gradient_bytes, each, place):
+    """deterministic=True: sums that wait in sync.TreeSum, one a level below the top, and under DDP what is sent and received."""
+    run = power_of_two_in(each) if place.layout != "fsdp" else 1
+    waiting = (run.bit_length() - 1) + ((each // run).bit_length() - 1)
+    return gradient_bytes * (waiting + (3 if place.layout == "ddp" and place.ranks > 1 else 0))
+
+
+def activation_bytes(c, element):
+    """What autograd keeps of one micro-batch's forward for its backward; an estimate.
+
+    Counted tensor by tensor as Korthikanti and others do (arXiv 2205.05198, section 4.1), for this block: attention is never
+    written out (the 5 a s^2 b of the paper is not there), the residual stream is float32. For each token, with e = `element`
+    bytes (2 under autocast, else 4), C channels, H and K heads of size D, F = mlp_hidden:
+
+        inputs of the two norms            2 * 4 C
+        their outputs, as products read them   2 * e C         (eager autocast makes a copy for each product: 3 e C and, swiglu, 2 e C)
+        q, k, v, attention's output        e (2 H + 2 K) D + 4 H    (qk_norm: e (H + K) D more, the norms' inputs)
+        mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
+        dropout's masks                    2 C
+
+    and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once. Activation
+    checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
+    """
+    C, F, H, K, D = c.n_embd, c.mlp_hidden, c.n_head, c.n_kv_head, c.head_dim
+    eager = element < 4 and c.compile is False
+    products = (3 if eager else 1) + (2 if eager and c.mlp == "swiglu" else 1)
+    block = 8 * C + products * element * C + element * (2 * H + 2 * K) * D + 4 * H
+    block += element * (H + K) * D if c.qk_norm else 0
+    block += element * F * (4 if c.mlp == "swiglu" else 2)
+    block += 2 * C if c.dropout else 0
+    blocks = 4 * C * c.n_layer + block if c.activation_checkpointing == "block" else block * c.n_layer
+    return c.batch_size * c.block_size * (blocks + (4 + element) * C)
+
+
+def logit_bytes(model, c, element):
+    """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
+    and after; the head's gradient, made with them, and autocast's copy of the head."""
+    rows, columns = model.wte.weight.shape
+    chunk = min(c.batch_size * c.block_size, LOSS_CHUNK)
+    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * element * (2 if element < 4 else 1)
+
+
+def sent_bytes(c, place, linears, root, element):
+    """{collective: bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
+    reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
+
+    DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
+    backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
+    shard of their sum over the replicas once an update, Muon gathers its matrices once. Losses, norms and evaluation are
+    left out: some bytes, or rare.
+    """
+    def ring(n):
+        return (n - 1) / n
+
+    each, n = c.micro_batches // place.ranks, place.shards
+    if place.layout != "fsdp":
+        buffer = 4 * sum(p.numel() for p in (*linears, *root))
+        if place.ranks == 1:
+            return {}
+        if c.deterministic:  # sync.exchange, once for each subtree
+            times = each // power_of_two_in(each) * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
+            return {"all-to-all": round(times), "all-gather": round(times)}
+        return {"all-reduce": round(2 * ring(place.ranks) * buffer)}
+    blocks, whole = padded(linears, n), padded(root, n)
+    gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
+    scattered = 4 * (blocks + whole)
+    if c.optimizer == "muon":  # gathers whole matrices once, in float32
+        gathered += 4 * padded([p for p in linears if p.dim() == 2], n) / each
+    sent = {"all-gather": round(each * ring(n) * gathered)}
+    sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
+    if (r := place.replicas) > 1 and c.deterministic:
+        sent["all-gather of replicas"] = round(each * (r - 1) * scattered / n)
+    elif r > 1:
+        sent["all-reduce"] = round(2 * ring(r) * scattered / n)
+    return {kind: b for kind, b in sent.items() if b}
+
+
+# ---------------------------------------------------------------------------------------------------------- showing it
+
+
+def print_plan(config, say):
+    """Says what a run of a loaded Config takes on config.plan processes."""
+    p = plan(config, config.plan)
+    memory, room, kinds = p["memory"], p["gpu_memory"], []
+    for kind, b in memory.items():
+        where = "  exact" if kind in EXACT else "  estimated"
+        kinds.append(f"  {kind:<16}{size(b):>10}{where}{', in the memory of the host' if kind in p['on_host'] else ''}")
+    total = sum(b for kind, b in memory.items() if kind not in p["on_host"])
+    layout = {"single": "one process", "ddp": f"{p['processes']} processes, DDP", "fsdp": f"{p['processes']} processes, FSDP"}[p["layout"]]
+    if p["replicas"] > 1:
+        layout += f" in {p['replicas']} replicas of {len(p['shards'])} shards (HSDP)"
+    micro, rows, length = p["batch"]
+    lines = [
+        f"plan: {layout}, {p['dtype']} on {p['gpu']}; nothing is trained",
+        f"parameters      {p['parameters']:,}; vocabulary {p['vocabulary']}",
+        f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['processes']} a process) "
+        f"x {p['updates']:,} updates = {short_number(p['tokens'])}",
+        f"FLOPs           {short_number(p['flops_per_token'])} a token, {p['flops']:.3g} in all",
+        f"time            {p['hours']:,.1f} hours ({short_time(3600 * p['hours'])}) at {ASSUMED_MFU:.0%} of the peak of {p['peak'] / 1e12:,.0f} TFLOP/s, "
+        "assumed: a short run's mfu says what is reached",
+        "memory of the fullest device", *kinds,
+        f"  {'together':<16}{size(total):>10}  of the {size(room)} of {p['gpu']}" + (": too much" if total > room else ""),
+    ]
+    if total > room:
+        lines.append(f"  what helps: {', '.join(what_helps(config, p)) or 'a larger GPU'}")
+    if len(set(p["shards"])) > 1:
+        alike = {held: [r for r, other in enumerate(p["shards"]) if other == held] for held in p["shards"]}
+        lines.append("weights, gradients and optimizer of a replica's ranks: " + "; ".join(
+            f"{ranks[0]} to {ranks[-1]}: {', '.join(map(size, held))}" for held, ranks in alike.items()))
+    lines.append("sent by a rank in an update: " + (", ".join(f"{size(b)} ({kind})" for kind, b in p["sent"].items()) or "nothing"))
+    lines.append(f"a checkpoint    {size(p['checkpoint'])} on disk")
+    say("\n".join(lines))
+
+
+def what_helps(c, p):
+    """Settings that lower the memory a device needs, the cheapest first."""
+    found = [f"batch_size={c.batch_size // 2}"] if c.batch_size > 1 else []
+    if c.activation_checkpointing == "none":
+        found.append("activation_checkpointing=block")
+    if p["layout"] != "fsdp":
+        found.append("parallel=fsdp")
+    elif p["replicas"] > 1:
+        found.append(f"dp_replicate={p['replicas'] // 2}")
+    else:
+        found += ["more processes"] + ([] if c.cpu_offload else ["cpu_offload=True"])
+    return found
+
+
+def size(b):
+    """Bytes in decimal units: 1234567890 -> 1.23 GB."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if b >= unit:
+            return f"{b / unit:.3g} {name}" if b / unit < 999.5 else f"{b / unit:,.0f} {name}"
+    return f"{b:.0f} B"
