@@ -58,7 +58,7 @@ def run_rank(argv, place, at):
             return print_plan(config, say)
         if config.rehearse:
             from engine.rehearse import rehearse
-            return rehearse(argv, config, place, say)
+            return rehearse(argv, config, place, say, main)
         precision, backend = processes.start(place, config)
     device = place.device
     if config.check:

@@ -292,12 +292,13 @@ def read_meta(folder):
 
 
 def find_dataset(name, root):
-    """The folder of a dataset: name as a path where that exists, else data/<name> under root. Raises UserError."""
+    """The folder of a dataset: name as a path, else data/<name> here (a nanoGPT checkout, say) or under root; one that holds
+    tokens first. Raises UserError."""
     folder = os.path.join(root, "data", name)
-    if os.path.isdir(name):
-        return name
-    if os.path.isdir(folder):
-        return folder
+    found = [path for path in (name, os.path.join("data", name), folder) if os.path.isdir(path)]
+    full = [path for path in found if any("train" in file and file.endswith(".bin") for file in os.listdir(path))]
+    if found:
+        return (full or found)[0]
     there = sorted(os.path.basename(os.path.dirname(path)) for pattern in ("meta.json", "train*.bin")
                    for path in glob.glob(os.path.join(glob.escape(root), "data", "*", pattern)))
     nearest = difflib.get_close_matches(name, there, n=1)

@@ -21,6 +21,7 @@ import time
 import torch
 from safetensors import safe_open
 
+from data.shards import sync_folder
 from data.tokenizers import tokenizer_from_identity
 from engine.errors import UserError, full_disk, is_full_disk
 from engine.sync import local, row_range
@@ -76,15 +77,6 @@ def write_json(path, value):
 
 def json_checksum(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def sync_folder(path):
-    """Makes what was created or renamed in a folder survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def bytes_needed(model):

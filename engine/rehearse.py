@@ -27,10 +27,10 @@ SECONDS = 180  # a rehearsal takes 5 to 20, and 30 more where torchrun has to en
 VOCABULARY = 257  # odd, so that the padding of the embedding is rehearsed too
 
 
-def rehearse(argv, config, place, say):
-    """Rehearses the loaded Config that the command line `argv` stands for. Returns the exit code."""
+def rehearse(argv, config, place, say, train):
+    """Rehearses the loaded Config that the command line `argv` stands for; train(argv) makes a run. Returns the exit code."""
     if place.store is not None:
-        return rehearse_here(argv, config, place, say)
+        return rehearse_here(argv, config, place, say, train)
     layout, ranks, replicas = shrunk_layout(config)
     settings = toy_settings(config, replicas, micro_batches=2 * ranks)
     folder = tempfile.mkdtemp(prefix="rehearsal-")
@@ -62,10 +62,8 @@ def rehearse(argv, config, place, say):
     return 0
 
 
-def rehearse_here(argv, config, place, say):
+def rehearse_here(argv, config, place, say, train):
     """The rehearsal of processes that torchrun has started already."""
-    import train
-
     layout, _, replicas = shrunk_layout(config)
     layout = "ddp" if layout == "single" else layout
     if place.ranks % replicas:
@@ -77,7 +75,7 @@ def rehearse_here(argv, config, place, say):
     place.from_first(None)  # nobody looks into the folder before it is empty
     say(f"rehearsal: {layout} on {processes(place.ranks)}, a toy of {settings['n_layer']} layers in {settings['dtype']}, {STEPS} updates")
     for updates in (STEPS // 2, STEPS):
-        train.main([*argv, *[f"--{k}={v}" for k, v in {**settings, "max_iters": updates}.items()]])
+        train([*argv, *[f"--{k}={v}" for k, v in {**settings, "max_iters": updates}.items()]])
     found = what_went_wrong(run, layout, place.ranks, replicas, STEPS // 2) if place.speaks else None
     found = place.from_first(found)
     say(f"error: the rehearsal failed: {found}; {run} has what it left" if found else

@@ -166,7 +166,6 @@ class Sync:
                 total = type(p).from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             p.grad = total
 
-
     # ---- sums over all ranks
 
     def sum_losses(self, losses, stop):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import pickle
 
 import numpy as np
@@ -244,5 +245,10 @@ def test_a_dataset_is_found_by_path_then_by_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="did you mean books.*prepare.py bokos"):
         find_dataset("bokos", root)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()  # a folder of something else
+    assert find_dataset("books", root) == os.path.join(root, "data", "books")
+    prepared(tmp_path / "data" / "books")  # as in a nanoGPT checkout that one stands in
+    assert find_dataset("books", root) == os.path.join("data", "books")
+    shutil.rmtree(tmp_path / "books")
     prepared(tmp_path / "books")
     assert find_dataset("books", root) == "books"
