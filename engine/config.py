@@ -131,6 +131,9 @@ ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size 
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic").split()
 
+# Other words for settings above, and what asks for something else than a run
+NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse check".split()
+
 CHOICES = {
     "resume": ("auto", "never"),
     "optimizer": ("adamw", "muon"),
@@ -373,7 +376,7 @@ def resolve_batch(c):
 
 def as_dict(config):
     """The resolved settings, JSON-able, in the order of the class."""
-    return {name: getattr(config, name) for name in FIELDS if name not in ("eval_iters", "decay_lr", "always_save_checkpoint", "plan", "plan_gpu", "rehearse", "check")}
+    return {name: getattr(config, name) for name in FIELDS if name not in NOT_OF_A_RUN}
 
 
 def table(config):
