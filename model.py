@@ -70,6 +70,9 @@ class ModelConfig:
             found.append(f"n_head={self.n_head} does not divide by n_kv_head={self.n_kv_head}: {_listed(works)} would work")
         if self.pos == "rope" and self.head_dim % 2:
             found.append(f"head_dim={self.head_dim} is odd: rope turns pairs of channels, an even head_dim would work")
+        for name in ("rope_theta", "norm_eps"):
+            if getattr(self, name) <= 0:
+                found.append(f"{name}={getattr(self, name)}: expected a number above 0")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout={self.dropout}: expected a number from 0 up to, but not, 1")
         return found
@@ -265,25 +268,29 @@ def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0):
     vocab_size on are padding and count for nothing. The (N, V) logits never exist at once: gradients are made in the
     forward pass, a chunk at a time, in one buffer.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor)
+    on = torch.is_autocast_enabled(hidden.device.type)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if on else hidden.dtype
+    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Products are in `dtype`; sums of the weight's gradient are in float32. In half precision a gradient divided by the tokens
+    of a large update is below what float16 holds: there the division waits for the backward pass and its loss scale."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, divisor):
-        need_grad = hidden.requires_grad or weight.requires_grad
+    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad):
+        need_grad = need_grad and (hidden.requires_grad or weight.requires_grad)
+        half = dtype != torch.float32
         N, V = hidden.size(0), weight.size(0)
         chunk = min(N, LOSS_CHUNK)
-        buffer = hidden.new_empty(chunk, V)
+        w = weight.to(dtype)
+        buffer = torch.empty(chunk, V, dtype=dtype, device=hidden.device)
         loss = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if need_grad else None
         d_weight = None
         for a in range(0, N, chunk):
-            h, target = hidden[a:a + chunk], targets[a:a + chunk]
-            logits = torch.mm(h, weight.t(), out=buffer[:h.size(0)])  # (chunk, V)
+            h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
+            logits = torch.mm(h, w.t(), out=buffer[:h.size(0)])  # (chunk, V)
             logits[:, vocab_size:] = float("-inf")
             log_p = logits.float()  # the buffer itself in float32
             torch.log_softmax(log_p, dim=-1, out=log_p)
@@ -292,25 +299,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss -= (log_p.gather(1, index)[:, 0] * labelled).sum() / divisor
             if not need_grad:
                 continue
-            d_logits = log_p.exp_()  # softmax - onehot, over the divisor, nothing where there is no label
+            d_logits = log_p.exp_()  # softmax - onehot, nothing where there is no label
             d_logits.scatter_add_(1, index, d_logits.new_full((), -1.0).expand_as(index))
-            d_logits *= (labelled / divisor)[:, None]
-            d_logits = d_logits.to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden[a:a + chunk])
-            if d_weight is None:
-                d_weight = torch.mm(d_logits.t(), h)
+            d_logits *= (labelled if half else labelled / divisor)[:, None]
+            d_logits = d_logits.to(dtype)
+            if half:
+                d_hidden[a:a + chunk] = d_logits @ w
+                part = (d_logits.t() @ h).float()
+                d_weight = part if d_weight is None else d_weight.add_(part)
             else:
-                d_weight.addmm_(d_logits.t(), h)
+                torch.mm(d_logits, w, out=d_hidden[a:a + chunk])
+                d_weight = torch.mm(d_logits.t(), h) if d_weight is None else d_weight.addmm_(d_logits.t(), h)
         if need_grad:
             ctx.save_for_backward(d_hidden, d_weight)
+            ctx.late = 1 / divisor if half else 1
         return loss
 
     @staticmethod
     def backward(ctx, d_loss):
         d_hidden, d_weight = ctx.saved_tensors
-        if d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
-            d_hidden, d_weight = d_hidden * d_loss, d_weight * d_loss
-        return d_hidden, d_weight, None, None, None
+        if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
+            d_loss = d_loss * ctx.late
+            d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), d_weight * d_loss
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -337,7 +348,7 @@ def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
     """Next tokens (B,) from logits (B, V): greedy at temperature 0, else by inverting the distribution at `uniform` (B,)."""
     if not torch.isfinite(logits).all():
         raise FloatingPointError("the model's logits are not finite: its weights are damaged or it has diverged")
-    if temperature == 0:
+    if temperature < 1e-6:  # logits over it would overflow; the likeliest token has all the probability
         return logits.argmax(-1)
     p, ids = torch.sort(torch.softmax(logits.double() / temperature, dim=-1), dim=-1, descending=True, stable=True)  # (B, V)
     if top_k is not None:

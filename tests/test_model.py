@@ -128,6 +128,29 @@ def test_a_scaled_loss_has_scaled_gradients():
         assert torch.equal(a * 1024, b)
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_half_precision_keeps_the_gradient_of_a_token_among_half_a_million(dtype, bound):
+    torch.manual_seed(0)
+    hidden, weight, target = torch.randn(64, 32), torch.randn(512, 32) * 0.3, torch.arange(64)
+    scale, divisor = 65536.0, 524_288
+    grads = []
+    for on in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=on):
+            loss = linear_cross_entropy(h, w, target, 500, divisor)
+        (loss * scale).backward()
+        grads.append((h.grad, w.grad))
+    for exact, half in zip(*grads):
+        assert (exact - half).norm() < bound * exact.norm()
+
+
+def test_evaluation_makes_no_gradient(monkeypatch):
+    hidden, weight = torch.randn(8, 4), torch.randn(64, 4, requires_grad=True)
+    monkeypatch.setattr(torch.Tensor, "exp_", lambda self: pytest.fail("a gradient is made"))
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, torch.arange(8), 64)
+
+
 def test_the_loss_never_holds_the_full_logits():
     n, c, v = 4096, 16, 8192
     hidden, weight, target = torch.randn(n, c, requires_grad=True), torch.randn(v, c, requires_grad=True), torch.zeros(n, dtype=torch.long)
