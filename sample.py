@@ -81,18 +81,26 @@ def prompt_ids(tokenizer, text):
 
 def stream(model, tokenizer, text, device, count=1, write=sys.stdout.write, **options):
     """Writes `count` samples that go on from `text`, the first as its tokens come; generate()'s options pass through."""
-    tokens = torch.tensor([prompt_ids(tokenizer, text)] * count, device=device)
+    ids = prompt_ids(tokenizer, text)
+    if max(ids) >= model.config.vocab_size:
+        raise UserError(f"the prompt has id {max(ids)} of the {tokenizer.name} tokenizer, the model's vocabulary ends at {model.config.vocab_size - 1}: "
+                        "give the tokenizer it was trained with")
+    tokens = torch.tensor([ids] * count, device=device)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character's bytes may come in several tokens
     write(text)
-    rows = []
+    rows, stop = [], options.get("stop_token")
     vocab_size = min(model.config.vocab_size, tokenizer.vocab_size)
     for new in generate(model, tokens, vocab_size=vocab_size, **options):
         row = new.tolist()
         rows.append(row)
+        if stop is not None and len(rows) > 1 and rows[-2][0] == stop:
+            continue
         write(decoder.decode(tokenizer.decode_bytes(row[:1])))
         sys.stdout.flush()
     write(decoder.decode(b"", final=True) + "\n")
     for sample in list(zip(*rows))[1:]:
+        if stop in sample:  # a text that ended waits for the others, end-of-text upon end-of-text
+            sample = sample[:sample.index(stop) + 1]
         write("---------------\n" + text + tokenizer.decode(sample) + "\n")
 
 

@@ -72,8 +72,9 @@ def run_rank(argv, place, at):
     run, lock, resumed, weights = config.out_dir, None, None, None
     with place.agreement():
         if place.speaks:
-            lock = recovery.RunLock(run) if os.path.isdir(run) else None  # nothing is made before all is checked
-            resumed = find_resumable(run, config, say)
+            with recovery.usable(run):
+                lock = recovery.RunLock(run) if os.path.isdir(run) else None  # nothing is made before all is checked
+                resumed = find_resumable(run, config, say)
     if found := place.from_first(resumed and {"path": resumed.path, "manifest": resumed.manifest}):
         resumed = resumed or ckpt.Checkpoint(**found)
     with place.agreement():
@@ -115,10 +116,15 @@ def run_rank(argv, place, at):
     # ------------------------------------------------------------------ the run's folder, rank 0's alone but for FSDP's shards
     with place.agreement():
         if place.speaks:
-            os.makedirs(os.path.join(run, "checkpoints"), exist_ok=True)
-            lock = lock or recovery.RunLock(run)
-            ckpt.clear_leftovers(run)
-            set_beyond_aside(run, resumed, config, say)
+            with recovery.usable(run):
+                os.makedirs(os.path.join(run, "checkpoints"), exist_ok=True)
+                if not lock:
+                    lock = recovery.RunLock(run)
+                    if ckpt.list_steps(run):
+                        raise UserError(f"another job has just trained in {run}: start again to go on from it, or give another --out_dir")
+                if not config.eval_only:
+                    ckpt.clear_leftovers(run)
+                    set_beyond_aside(run, resumed, config, say)
     with place.agreement():
         processes.check_shared_folder(place, run)
     processes.connect(place, backend)  # from here on collectives work
@@ -164,13 +170,15 @@ def run_rank(argv, place, at):
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with
-    metrics = Metrics(run, step, active=place.speaks)
+    with recovery.usable(run):
+        metrics = Metrics(run, step, active=place.speaks and not config.eval_only)
     wandb_id = resumed.manifest["wandb_run_id"] if resumed else None
     versions, resolved = settings.versions(), settings.as_dict(config)
     if place.speaks:
-        ckpt.write_json(os.path.join(run, "config.json"), {
-            "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "layout": place.layout, "world_size": place.ranks, "mesh": {"dp_replicate": place.replicas, "dp_shard": place.shards}})
+        if not config.eval_only:
+            ckpt.write_json(os.path.join(run, "config.json"), {
+                "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "layout": place.layout, "world_size": place.ranks, "mesh": {"dp_replicate": place.replicas, "dp_shard": place.shards}})
         if config.wandb_log:
             wandb_id = metrics.start_wandb(config, resolved, wandb_id)
         say(settings.table(config))
@@ -236,6 +244,9 @@ def run_rank(argv, place, at):
 
     # ------------------------------------------------------------------ the loop
     model.train()
+    due = config.eval_interval and step and (step % config.eval_interval == 0 or step == config.max_iters)
+    if place.from_first(bool(due and step not in metrics.val_steps)):
+        validate()  # the run was stopped in it
     tokens_per_update = config.total_batch_size
     flops, peak = model.flops_per_token(), None
     line_time = line_step = 0  # what the next line on the console is about

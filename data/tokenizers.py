@@ -49,14 +49,14 @@ class Tokenizer:
 
     def decode_bytes(self, ids):
         """ids -> the bytes they stand for, control tokens spelled out. Bytes of parts, joined, are those of the whole,
-        so a stream can be decoded as it comes. An id that the vocabulary lacks is a UserError."""
+        so a stream can be decoded as it comes. An id beyond the vocabulary is a UserError; one that the vocabulary leaves
+        unused (o200k_base has some, and a model may pick one) stands for nothing."""
         parts = []
         for i in ids:
-            data = self.token_bytes[i] if 0 <= i < self.vocab_size else None
-            if data is None:
+            if not 0 <= i < self.vocab_size:
                 raise UserError(f"id {int(i)} is not in the vocabulary of the {self.name} tokenizer (ids below "
                                 f"{self.vocab_size:,}); decode with the tokenizer that made the ids")
-            parts.append(data)
+            parts.append(self.token_bytes[i] or b"")
         return b"".join(parts)
 
     def decode(self, ids):

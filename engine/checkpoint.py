@@ -219,6 +219,8 @@ def set_aside(run, names):
     if not names:
         return None
     folder = os.path.join(run, time.strftime("set_aside_%Y%m%d_%H%M%S"))
+    while os.path.exists(folder):
+        folder += "_"
     for name in names:
         os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
         os.rename(os.path.join(run, name), os.path.join(folder, name))
@@ -275,14 +277,21 @@ class Checkpoint:
         try:
             with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
                 manifest = json.load(f)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Damaged("manifest.json is missing") from None
+        except OSError as error:
+            raise Damaged(f"manifest.json cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise Damaged(f"manifest.json is not JSON: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise Damaged("manifest.json is not that of a checkpoint")
         if manifest.pop("sha256", None) != json_checksum(manifest):
             raise Damaged("manifest.json does not have the checksum it was written with")
+        if not isinstance(manifest.get("version"), int) or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("tensors"), dict):
+            raise Damaged("manifest.json lacks version, files or tensors")
+        named = {piece["file"] for part in manifest["tensors"].values() for entry in part.values() for piece in entry["pieces"]}
+        if any(os.path.basename(file) != file for file in manifest["files"]) or not named <= set(manifest["files"]):
+            raise Damaged("manifest.json names files outside the checkpoint")
         if manifest["version"] > VERSION:
             raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
         return manifest

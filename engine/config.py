@@ -232,11 +232,11 @@ def read_config_file(path, known):
         raise
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: not Python: {error.msg}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{path}: running it failed: {type(error).__name__}: {error}") from None
     values, problems = {}, []
     for key, value in found.items():
-        if key.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
+        if key.startswith("_") or isinstance(value, (types.ModuleType, type)) or callable(value):
             continue
         if key not in known:
             problems.append(f"{path}: unknown setting {key!r}{nearest(key, known)}")
@@ -322,8 +322,14 @@ def check_ranges(config):
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(c, key) < 1:
             problems.append(f"{key}={getattr(c, key)}: expected a number from 0 up to, but not, 1")
-    if not 0 < c.decay_fraction <= 1:
-        problems.append(f"decay_fraction={c.decay_fraction}: expected a number above 0, 1 at most")
+    if not 1e-6 <= c.decay_fraction <= 1:
+        problems.append(f"decay_fraction={c.decay_fraction}: expected a number above 0, 1 at most, such as 0.2")
+    if not c.out_dir:
+        problems.append("out_dir is empty: expected the path of the run's folder, such as out/run")
+    if c.optimizer == "muon" and c.learning_rate == 0:
+        problems.append("learning_rate=0 with optimizer=muon, whose rate follows it: expected a number above 0")
+    if c.threads > 4 * (os.cpu_count() or 1):
+        problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:
         problems.append(f"keep_last={c.keep_last}: expected a number of checkpoints from 1 on, or -1 for all")
     if problems:

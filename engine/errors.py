@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_SIGNAL = 1, 2, 143
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_SIGNAL = 1, 2, 130, 143
 
 
 class UserError(Exception):
@@ -47,6 +47,9 @@ def run_as_script(main):
     except UserError as error:
         tell(error)
         code = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:  # `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED

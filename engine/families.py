@@ -96,6 +96,9 @@ def of_nanogpt(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         args, state = saved["model_args"], {n.removeprefix("_orig_mod."): t for n, t in saved["model"].items()}
+        if not all(isinstance(t, torch.Tensor) for t in state.values()) or not all(type(args[k]) is int for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")):
+            raise ValueError("model is not tensors, or model_args not numbers")
+        trained_on = saved.get("config") or {}
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except Exception as error:
@@ -104,7 +107,7 @@ def of_nanogpt(path):
     config = ModelConfig(**{k: args[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout") if k in args},
                          mlp="gelu")
     sources = rename_gpt2({n: t.shape for n, t in state.items()}, state.__getitem__, config.n_embd, transposed=False)
-    return Weights(path, config, sources, nanogpt_tokenizer(path, saved.get("config", {}), config.vocab_size))
+    return Weights(path, config, sources, nanogpt_tokenizer(path, trained_on, config.vocab_size))
 
 
 def nanogpt_tokenizer(path, config, vocab_size):
@@ -120,7 +123,15 @@ def nanogpt_tokenizer(path, config, vocab_size):
             continue
         if identity and identity["vocab_size"] <= vocab_size:
             return tokenizer_from_identity(identity, folder)
-    return load_tokenizer("gpt2") if vocab_size in (50257, 50304) else None
+    return gpt2_tokenizer() if vocab_size in (50257, 50304) else None
+
+
+def gpt2_tokenizer():
+    """GPT-2's, or None where its vocabulary cannot be had: weights are of use without."""
+    try:
+        return load_tokenizer("gpt2")
+    except UserError:
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------- Hugging Face
@@ -139,8 +150,14 @@ def download(name):
 
 def of_gpt2(folder):
     """Weights of a Hugging Face GPT-2: config.json and .safetensors files, one or several."""
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        c = json.load(f)
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+            c = json.load(f)
+        missing = [k for k in ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd", "layer_norm_epsilon") if k not in c]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder}/config.json is not a model's configuration: {error}") from None
+    if c.get("model_type") == "gpt2" and missing:
+        raise UserError(f"{folder}/config.json lacks {', '.join(missing)}")
     expected = {"model_type": "gpt2", "activation_function": "gelu_new", "scale_attn_weights": True,
                 "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True}
     for key, value in expected.items():
@@ -159,5 +176,5 @@ def of_gpt2(folder):
     sources = rename_gpt2(shapes, lambda n: files[n].get_tensor(n), config.n_embd, transposed=True)
     tokenizer = load_tokenizer(folder) if os.path.isfile(os.path.join(folder, "tokenizer.json")) else None
     if tokenizer is None and config.vocab_size == 50257:
-        tokenizer = load_tokenizer("gpt2")
+        tokenizer = gpt2_tokenizer()
     return Weights(folder, config, sources, tokenizer)

@@ -1,5 +1,6 @@
 """What a run leaves to look at: metrics.jsonl, loss.png, Weights & Biases, speed and MFU."""
 
+import contextlib
 import json
 import os
 import re
@@ -60,20 +61,20 @@ class Metrics:
         """
         self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
-        self.tokens, self.wandb = 0, None
+        self.tokens, self.wandb, self.val_steps = 0, None, set()
         if not active:
             return
         kept = []
         if os.path.exists(self.path):
-            with open(self.path, encoding="utf-8") as f:
+            with open(self.path, encoding="utf-8", errors="replace") as f:
                 for line in f:
                     try:
                         record = json.loads(line)
-                    except ValueError:
-                        break  # torn by a crash; what follows, if anything, belongs to no known step
-                    if record["step"] <= step:
-                        kept.append(line)
-                        self._remember(record)
+                        if record["step"] <= step:
+                            self._remember(record)
+                            kept.append(line)
+                    except (ValueError, KeyError, TypeError):
+                        continue  # torn by a crash, or nothing that was written here
         with open(self.path + ".tmp", "w", encoding="utf-8") as f:
             f.writelines(kept)
         os.replace(self.path + ".tmp", self.path)
@@ -104,6 +105,7 @@ class Metrics:
             self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"]))
         elif record["kind"] == "val":
             self.val.append((self.tokens, record["loss"]))
+            self.val_steps.add(record["step"])
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 
@@ -165,8 +167,13 @@ class Metrics:
         for axes in (top, middle, bottom):
             axes.grid(alpha=0.3)
         picture = os.path.join(self.run, "loss.png")
-        figure.savefig(picture + ".tmp", format="png")
-        os.replace(picture + ".tmp", picture)
+        try:
+            figure.savefig(picture + ".tmp", format="png")
+            os.replace(picture + ".tmp", picture)
+        except OSError as error:  # no picture is worth a run
+            with contextlib.suppress(OSError):
+                os.unlink(picture + ".tmp")
+            print(f"warning: {picture} was not drawn: {error.strerror}", file=sys.stderr)
 
 
 def describe(model, config, train_data, val_data, batches, place):

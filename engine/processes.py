@@ -114,7 +114,7 @@ class Place:
 
 def join():
     """This process's Place: alone, or one of torchrun's, connected to its store."""
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(os.environ):
         return Place()
     place = Place(rank=int(os.environ["RANK"]), ranks=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
     store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=JOIN_SECONDS)))
@@ -232,9 +232,11 @@ def check_batch(place, config):
     """UserError unless the update's micro-batches can be shared out evenly."""
     if config.micro_batches % place.ranks:
         works = [str(w) for w in range(1, config.micro_batches + 1) if config.micro_batches % w == 0 and not (config.deterministic and w & (w - 1))]
+        sizes = [b for b in range(1, config.batch_size) if config.total_batch_size % (b * config.block_size * place.ranks) == 0]
+        smaller = f"batch_size={sizes[-1]} (the same curve in smaller micro-batches), " if sizes else ""
         raise UserError(f"an update of {config.micro_batches} micro-batches (total_batch_size={config.total_batch_size} over batch_size * block_size = "
                         f"{config.batch_size} * {config.block_size}) cannot be shared by {place.ranks} processes: {', '.join(works)} would work, or "
-                        f"total_batch_size={-(-config.micro_batches // place.ranks) * place.ranks * config.batch_size * config.block_size}")
+                        f"{smaller}total_batch_size={-(-config.micro_batches // place.ranks) * place.ranks * config.batch_size * config.block_size} (another curve)")
 
 
 def compare_ranks(place, config, data_fingerprint):

@@ -5,6 +5,7 @@ A change of the architecture or the tokenizer stops a run that goes on, a change
 """
 
 import os
+import shutil
 
 from engine import checkpoint as ckpt
 from engine.config import ARCHITECTURE, CURVE
@@ -13,6 +14,11 @@ from engine.errors import UserError
 
 def find_resumable(run, config, say):
     """The checkpoint that this start goes on from, or None for a new run."""
+    if config.resume == "never" and config.resume_step is not None:
+        raise UserError(f"resume=never starts anew and resume_step={config.resume_step} goes back: give one of the two")
+    inside = os.path.commonpath([os.path.abspath(run), os.path.abspath(config.init_from)]) == os.path.abspath(run)
+    if config.resume == "never" and os.path.exists(config.init_from) and inside:
+        raise UserError(f"init_from={config.init_from} lies in out_dir={run}, which resume=never sets aside: give another --out_dir for the branch")
     if config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
         return None
     newest = ckpt.newest_complete(run, say)
@@ -104,5 +110,17 @@ def set_beyond_aside(run, resumed, config, say):
     beyond = [f"checkpoints/step_{s:08d}" for s in ckpt.list_steps(run) if not resumed or s > resumed.step]
     if not resumed:
         beyond += ["checkpoints/best", "metrics.jsonl", "loss.png", "config.json"]
+    elif beyond and best_step(run) > resumed.step:
+        beyond.append("checkpoints/best")
     if moved := ckpt.set_aside(run, beyond):
+        if resumed and os.path.exists(os.path.join(run, "metrics.jsonl")):  # its later lines are about to be cut off
+            shutil.copyfile(os.path.join(run, "metrics.jsonl"), os.path.join(moved, "metrics.jsonl"))
         say(f"what {run} held of an earlier curve is now in {moved}")
+
+
+def best_step(run):
+    """The step of the checkpoint kept as best, -1 where there is none."""
+    try:
+        return ckpt.Checkpoint(os.path.join(run, "checkpoints", "best")).step
+    except ckpt.Damaged:
+        return -1

@@ -200,6 +200,8 @@ class Sync:
 
     def check_replicas(self):
         """UserError that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
+        if self.place.ranks == self.place.shards:
+            return  # no two ranks hold the same
         digest = hashlib.sha256()
         for p in self.parameters:
             digest.update(local(p).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

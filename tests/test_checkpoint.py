@@ -218,3 +218,34 @@ def test_names_that_do_not_fit_are_listed(tmp_path):
     assert not here["a.weight"].any(), "nothing was copied"
     ckpt.fill(Place(), here, here, {"a.weight": source(2), "b.weight": source(3)}, "file")
     assert all(t.all() for t in here.values())
+
+
+@pytest.mark.parametrize("spoil", ["file", "under a file", "lock", "checkpoints", "empty"])
+def test_a_folder_that_cannot_be_used_is_one_sentence(spoil, data, tmp_path):
+    run = tmp_path / "run"
+    if spoil in ("file", "under a file"):
+        run.write_text("")
+        run = run / "deeper" if spoil == "under a file" else run
+    elif spoil != "empty":
+        run.mkdir()
+        (run / "lock").mkdir() if spoil == "lock" else (run / "checkpoints").write_text("")
+    result = train("" if spoil == "empty" else run, data, expect=2)
+    assert len(result.errors) == 1 and result.err.strip() == result.errors[0] and "out_dir" in result.errors[0], result.err
+
+
+@pytest.mark.quick
+def test_a_manifest_that_points_elsewhere_is_damaged(three, tmp_path):
+    path = shutil.copytree(three / "checkpoints" / "step_00000006", tmp_path / "c") / "manifest.json"
+    whole = json.loads(path.read_text())
+    whole.pop("sha256")
+    for change in (lambda m: m["tensors"]["model"]["wte.weight"]["pieces"][0].update(file="../../../etc/passwd"), lambda m: m.update(files={}),
+                   lambda m: m.update(version="1"), lambda m: m.pop("tensors")):
+        manifest = json.loads(json.dumps(whole))
+        change(manifest)
+        path.write_text(json.dumps({**manifest, "sha256": ckpt.json_checksum(manifest)}))
+        with pytest.raises(ckpt.Damaged):
+            ckpt.Checkpoint(str(tmp_path / "c"))
+
+
+def test_replicas_of_one_process_agree(data, tmp_path):
+    train(tmp_path / "run", data, max_iters=2, check_replicas_interval=1)

@@ -156,3 +156,13 @@ def test_defaults_pass_their_own_checks():
     config = Config()
     config.out_dir = "out"
     resolve(config)
+
+
+def test_a_config_file_may_import_what_it_likes(load):
+    assert load(text="from math import sqrt\nfrom functools import partial\nn_embd = int(sqrt(64 * 64))\n").n_embd == 64
+    assert "running it failed" in refused(load, text="import sys\nsys.exit()\n")[0]
+
+
+@pytest.mark.parametrize("argument, word", [("--out_dir=", "out_dir is empty"), ("--threads=1000000", "cores"), ("--decay_fraction=1e-20", "decay_fraction")])
+def test_settings_that_would_crash_are_refused(load, argument, word):
+    assert word in refused(load, argument)[0]

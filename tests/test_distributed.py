@@ -366,3 +366,11 @@ if os.environ["RANK"] == "1":
 """)
     result = torchrun(2, "train.py", config, f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args(TINY), env={"BORINGGPT_JOIN_SECONDS": "4"})
     assert result.code and len(failed(result)) == 1 and "first all-reduce" in failed(result)[0] and "NCCL_SOCKET_IFNAME" in failed(result)[0], result.err
+
+
+@pytest.mark.parametrize("n, options", [(2, ["--batch_size=4"]), (2, ["--batch_size=4", "--parallel=fsdp"]), (4, ["--batch_size=2", "--parallel=fsdp", "--dp_replicate=2"])])
+def test_the_readmes_launch_commands(n, options, data, tmp_path):
+    result = torchrun(n, "train.py", *options, f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--sample_tokens=5", "--device=cpu")
+    assert result.code == 0 and steps(tmp_path / "run") == [1], result.err
+    readme = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
+    assert f"torchrun --standalone --nproc_per_node={n} train.py {' '.join(options)}" in readme

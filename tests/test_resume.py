@@ -159,3 +159,40 @@ def test_a_manifest_tells_the_whole_story(ten):
     assert manifest["config"]["n_embd"] == 48 and manifest["versions"]["torch"] and set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors"}
     assert not any(name.startswith(("_orig_mod", "module.")) for name in manifest["tensors"]["model"])
     assert json.loads((ten / "config.json").read_text())["config"]["learning_rate"] == 0.01
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for(data, tmp_path):
+    run = tmp_path / "run"
+    train(run, data, max_iters=4, eval_interval=2, save_interval=2)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if '"kind": "val"' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[:last]))  # as after a kill inside it
+    train(run, data, max_iters=4, eval_interval=2, save_interval=2)
+    assert [r["step"] for r in records(run, "val")] == [2, 4]
+
+
+def test_going_back_keeps_the_later_curve_aside(run, ten, data):
+    before = (run / "metrics.jsonl").read_text()
+    train(run, data, max_iters=4, lr_decay_iters=10, resume_step=4)
+    aside = next(run.glob("set_aside_*"))
+    assert (aside / "metrics.jsonl").read_text() == before and list(curve(run)) == [1, 2, 3, 4]
+
+
+def test_looking_only_touches_nothing(run, data):
+    before = (run / "metrics.jsonl").read_text()
+    train(run, data, max_iters=10, resume_step=4, eval_only=True)
+    assert (run / "metrics.jsonl").read_text() == before and steps(run) == [2, 4, 6, 8, 10] and not list(run.glob("set_aside_*"))
+
+
+def test_garbage_in_the_log_costs_only_itself(run, data):
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\xff\xfe garbage\n", b"5\n", b"{}\n", *lines[3:]]))
+    train(run, data, max_iters=11)
+    assert sorted(curve(run)) == list(range(1, 12))
+
+
+def test_a_branch_from_the_folder_that_is_set_aside_is_refused(run, data):
+    result = train(run, data, expect=2, init_from=run, resume="never")
+    assert len(result.errors) == 1 and "another --out_dir" in result.errors[0] and steps(run) == [2, 4, 6, 8, 10]
+    result = train(run, data, expect=2, resume_step=4, resume="never")
+    assert len(result.errors) == 1 and "one of the two" in result.errors[0]

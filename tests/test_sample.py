@@ -108,3 +108,13 @@ def test_a_reader_that_leaves_early_sees_no_traceback(run):
     done = subprocess.run(f"{sys.executable} sample.py --out_dir={run} --max_new_tokens=300 --num_samples=4 | head -c 5", shell=True, cwd=ROOT,
                           capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert done.stdout and not done.stderr
+
+
+def test_texts_that_end_do_not_wait_aloud(run):
+    out = sample(run, "--stop", "--num_samples=6", "--max_new_tokens=400", "--temperature=3", "--top_k=none", "--start=a").out
+    assert all(part.count("<|endoftext|>") <= 1 for part in out.split("---------------\n"))
+
+
+def test_a_tokenizer_of_another_size_is_told(chars):
+    result = sample(chars, "--tokenizer=byte", "--start=z", code=2)
+    assert len(result.errors) == 1 and "vocabulary ends at" in result.errors[0]
