@@ -5,7 +5,7 @@ Needs     8 GPUs of 24 GB (these settings) or more; 200 GB of disk that all rank
 Data      python prepare.py fineweb_edu10B
 Start     torchrun --standalone --nproc_per_node=8 --max-restarts=10 train.py configs/gpt2_1558m_fsdp.py
           first: python train.py configs/gpt2_1558m_fsdp.py --rehearse, which kills a process and sees the run go on
-Watch     7.8 GB a GPU (--plan=8), 27.5 without activation checkpointing, and 174 GB sent a GPU and update of 3.4 s: NVLink's business.
+Watch     8.0 GB a GPU (--plan=8), 27.5 without activation checkpointing, and 174 GB sent a GPU and update of 3.4 s: NVLink's business.
           On 80 GB --activation_checkpointing=none is faster. `saved` comes each 1000 updates, an hour: what a failure costs at most.
 Costs     30 hours on 8 x H100 (--plan=8; an MFU of 40% is assumed). llm.c's run of this shape and batch took 24 hours on 8 x H100
           (scripts/run_gpt2_1558M.sh: 32,000 updates of 2.8 s).

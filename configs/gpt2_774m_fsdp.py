@@ -2,7 +2,7 @@
 
 Teaches   FSDP (ZeRO-3, arXiv 1910.02054): each GPU holds an eighth of weights, gradients and optimizer; a block's weights are gathered for
           its forward and backward and let go again. Memory falls, traffic rises, the curve stays.
-Needs     8 GPUs of 24 GB or more in one machine (16.6 GB are used; on PCIe the traffic shows, on NVLink it hides); 60 GB of disk.
+Needs     8 GPUs of 24 GB or more in one machine (16.7 GB are used; on PCIe the traffic shows, on NVLink it hides); 60 GB of disk.
 Data      python prepare.py fineweb10B
 Start     torchrun --standalone --nproc_per_node=8 train.py configs/gpt2_774m_fsdp.py
 Watch     --plan=8 says 1.5 GB of weights, gradients and optimizer a GPU where DDP has 12.4 (--parallel=ddp), and 43 GB sent a GPU and

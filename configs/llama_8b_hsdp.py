@@ -7,7 +7,7 @@ Data      python prepare.py fineweb_edu10B --tokenizer=PATH/tokenizer.json --nam
           with Llama 3's tokenizer.json (meta-llama/Meta-Llama-3-8B on the hub, after its licence); 10B tokens are a start, not enough
 Start     sbatch configs/launch/slurm.sbatch       (or by hand on each machine, as README, "Two machines", says)
           first: python train.py configs/llama_8b_hsdp.py --rehearse, then the job with --check at the end
-Watch     38 GB a GPU (--plan=16): 16 of weights, gradients and optimizer, 13.5 of gathered blocks and the root. An update of 38 s sends
+Watch     39 GB a GPU (--plan=16): 16 of weights, gradients and optimizer, 13.5 of gathered blocks and the root. An update of 38 s sends
           1.8 TB a GPU inside its machine and 4 GB a GPU across (32 GB a machine); with --dp_replicate=1 all of it would cross.
           More machines: --dp_replicate=4 on 32 GPUs, and so on; the batch and the curve stay.
 Costs     17 days on 16 x H100 for 159B tokens (--plan=16; an MFU of 40% is assumed); a checkpoint is 96 GB. Llama 3's own 8B

@@ -156,7 +156,7 @@ def activation_bytes(c, element):
         mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
         dropout's masks                    2 C
 
-    and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once. Activation
+    and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
     checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
     """
     C, F, H, K, D = c.n_embd, c.mlp_hidden, c.n_head, c.n_kv_head, c.head_dim
@@ -167,15 +167,15 @@ def activation_bytes(c, element):
     block += element * F * (4 if c.mlp == "swiglu" else 2)
     block += 2 * C if c.dropout else 0
     blocks = 4 * C * c.n_layer + block if c.activation_checkpointing == "block" else block * c.n_layer
-    return c.batch_size * c.block_size * (blocks + (4 + element) * C)
+    return c.batch_size * c.block_size * (blocks + (4 + 4) * C)
 
 
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
-    and after; the head's gradient, made with them, and autocast's copy of the head."""
+    and after; the head's gradient, made with them in float32, and autocast's copy of the head."""
     rows, columns = model.wte.weight.shape
     chunk = min(c.batch_size * c.block_size, LOSS_CHUNK)
-    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * element * (2 if element < 4 else 1)
+    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (4 + (element if element < 4 else 0))
 
 
 def sent_bytes(c, place, linears, root, element):
