@@ -65,7 +65,7 @@ def run_rank(argv, place, at):
         from engine.check import check
         processes.connect(place, backend)
         check(place, say)
-        return processes.disconnect(place)
+        return processes.disconnect()
     stop = recovery.StopSignal()
 
     # ------------------------------------------------------------------ where the weights come from decides the architecture
@@ -235,7 +235,7 @@ def run_rank(argv, place, at):
         metrics.close()
         if place.speaks:
             lock.release()
-        processes.disconnect(place)
+        processes.disconnect()
         return code
 
     if config.eval_only:

@@ -337,7 +337,7 @@ def unhurried(place, config):
     set_timeout(place, config.collective_seconds)
 
 
-def disconnect(place):
+def disconnect():
     if dist.is_initialized():
         dist.barrier()  # nobody closes the door on one who is still saving
         dist.destroy_process_group()

@@ -115,3 +115,4 @@ def rss():
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](sys.argv[2])
+    processes.disconnect()  # gloo's threads must not outlive the interpreter
