@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 from data.shards import sync_folder
 from data.tokenizers import tokenizer_from_identity
-from engine.errors import UserError, full_disk, is_full_disk
+from engine.errors import UserError, full_disk_told
 from engine.sync import local, row_range
 from model import ModelConfig
 
@@ -99,10 +99,10 @@ def save(run, place, model, optimizer, state, tokenizer=None):
             if place.speaks:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.makedirs(partial)
-        with place.agreement(), full_disk_told(final, model):
+        with place.agreement(), full_disk_told(final, bytes_needed(model)):
             if place.rank < writers:
                 write_part(partial, place.rank, writers, {"model": named, "optimizer": optimizer.state()}, named)
-        with place.agreement(), full_disk_told(final, model):
+        with place.agreement(), full_disk_told(final, bytes_needed(model)):
             if place.speaks:
                 if tokenizer:
                     tokenizer.save(partial)
@@ -112,16 +112,6 @@ def save(run, place, model, optimizer, state, tokenizer=None):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
-
-
-@contextlib.contextmanager
-def full_disk_told(path, model):
-    try:
-        yield
-    except OSError as error:
-        if is_full_disk(error):
-            raise full_disk(path, bytes_needed(model), error) from error
-        raise
 
 
 def write_part(partial, rank, writers, parts, parameters):

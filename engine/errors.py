@@ -1,5 +1,6 @@
 """How the project says no: one sentence on stderr, and an exit code that scripts can read."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -33,6 +34,17 @@ def full_disk(path, needed, error):
     need = "" if needed is None else f", {needed:,} bytes are needed"
     return UserError(f"no room to write {path}: {error.strerror}{need}, {free:,} bytes are free there; "
                      "free some space or choose another folder; what was complete before is untouched")
+
+
+@contextlib.contextmanager
+def full_disk_told(path=None, needed=None):
+    """Turns a full disk met inside into full_disk()'s sentence, about `path` (None: the file that the system names)."""
+    try:
+        yield
+    except OSError as error:
+        if is_full_disk(error):
+            raise full_disk(path or error.filename or os.getcwd(), needed, error) from error
+        raise
 
 
 def tell(error):

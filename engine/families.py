@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from data.shards import TokenDataset, find_dataset
-from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint, step_folder
+from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint
 from engine.config import ROOT, nearest
 from engine.errors import UserError
 from model import ModelConfig

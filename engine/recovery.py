@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 
-from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError, full_disk, is_full_disk, tell
+from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError, full_disk_told, tell
 
 try:
     import fcntl
@@ -64,21 +64,11 @@ def leave_if_told():
 
 
 @contextlib.contextmanager
-def full_disk_is_a_sentence():
-    try:
-        yield
-    except OSError as error:
-        if is_full_disk(error):
-            raise full_disk(error.filename or os.getcwd(), None, error) from error
-        raise
-
-
-@contextlib.contextmanager
 def told_once(place, where):
     """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
     without collectives, since the others may wait in one. where() says what it was at, such as "step 3"."""
     try:
-        with full_disk_is_a_sentence():
+        with full_disk_told():
             yield
     except UserError as error:
         if place.store is None:
@@ -109,10 +99,9 @@ def told_once(place, where):
 def usable(run):
     """Around work on a run's folder: what the operating system refuses there is the user's to mend."""
     try:
-        yield
+        with full_disk_told():
+            yield
     except OSError as error:
-        if is_full_disk(error):
-            raise full_disk(error.filename or run, None, error) from error
         raise UserError(f"out_dir={run} cannot be used: {error.strerror}: {error.filename}; give another --out_dir, or move what is in the way") from error
 
 

@@ -12,9 +12,8 @@ import time
 import pytest
 import torch
 
-from conftest import ROOT, TINY, as_args, curve, records, run_script, several, steps, torchrun
+from conftest import ROOT, TINY, as_args, curve, records, run_script, steps, torchrun
 from engine.config import Config, load_config, make_model_config, resolve
-from engine.errors import UserError
 from engine.plan import activation_bytes, plan, size
 from model import GPT
 
