@@ -173,18 +173,16 @@ def run_rank(argv, place, watch):
             say(f"note: it was written on {resumed.manifest['device']} by torch {resumed.manifest['versions']['torch']}, this is "
                 f"{device.type} and torch {versions['torch']}: the curve goes on, its last bits may differ")
 
-    saver = Saver(run, place, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
+    saver = Saver(run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
     bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()
 
     def save(last=False):
         """False where the weights or the optimizer's state are not finite: such a checkpoint is never written."""
-        if step != saver.step and not sync.all_finite([t for part in saver.tensors().values() for t in part.values()]):
-            return False
-        saver.save({"step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(),
-                    "config": resolved, "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None,
-                    "dataset": train_data.fingerprint, "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout,
-                    "world_size": place.ranks, "versions": versions, "wandb_run_id": wandb_id}, last)
-        return True
+        return saver.save({
+            "step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(), "config": resolved,
+            "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None, "dataset": train_data.fingerprint,
+            "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout, "world_size": place.ranks, "versions": versions,
+            "wandb_run_id": wandb_id}, last)
 
     def go_back(why):
         """Back to the last checkpoint, whose state is good; False where that has been tried."""
@@ -302,6 +300,7 @@ def run_rank(argv, place, watch):
                 return leave(EXIT_FAILED)
             continue
         lr = learning_rate(config, step + 1)
+        saver.before_update()
         optimizer.step(lr, clip * scale.value)
         optimizer.zero_grad()
         step, bad.in_row = step + 1, 0

@@ -17,6 +17,7 @@ import re
 import shutil
 import struct
 import time
+import zlib
 
 import torch
 from safetensors import safe_open
@@ -28,7 +29,8 @@ from engine.sync import local, row_range
 from model import ModelConfig
 
 FORMAT = "boringgpt-checkpoint"
-VERSION = 1
+VERSION = 2
+PIECE = 4 << 20  # bytes written at a time
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -39,11 +41,20 @@ class Damaged(Exception):
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def write_safetensors(path, tensors):
-    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "sha256"}.
+def pieces(t):
+    """The bytes of a tensor, a piece of at most PIECE at a time."""
+    flat = t.detach().contiguous().reshape(-1)
+    each = max(1, PIECE // flat.element_size())
+    for start in range(0, flat.numel(), each):
+        yield flat[start:start + each].cpu().view(torch.uint8).numpy().data
 
-    The safetensors package builds the whole file in memory first. This one copies, hashes and writes a tensor at a time:
-    memory and bytes are those of one tensor, and a full disk is noticed where it happens.
+
+def write_safetensors(path, tensors, pieces=pieces):
+    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "crc32"}.
+
+    The safetensors package builds the whole file in memory first. This one reads, checks and writes a piece at a time: memory and bytes
+    are those of one piece, and a full disk is noticed where it happens. CRC-32 finds what disks and networks do to a file, several times
+    as fast as a cryptographic digest, which would not keep out anyone who can write the manifest.
     """
     header, offset = {}, 0
     for name, t in tensors.items():
@@ -52,18 +63,20 @@ def write_safetensors(path, tensors):
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as f:
-        def put(data):
-            digest.update(data)
-            f.write(data)
-        put(struct.pack("<Q", len(text)))
-        put(text)
+    text = struct.pack("<Q", len(text)) + text
+    with open(path, "wb", buffering=0) as f:
+        def put(data, checksum=0):
+            at = 0
+            while at < len(data):  # a write may stop short, on a disk that is about to be full
+                at += f.write(data[at:])
+            return zlib.crc32(data, checksum)
+        checksum = put(text)
         for t in tensors.values():
-            put(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        f.flush()
+            with contextlib.closing(pieces(t)) as found:  # it may hold a lock
+                for data in found:
+                    checksum = put(data, checksum)
         os.fsync(f.fileno())
-    return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
+    return {"bytes": len(text) + offset, "crc32": f"{checksum:08x}"}
 
 
 def write_json(path, value):
@@ -75,6 +88,14 @@ def write_json(path, value):
     os.replace(path + ".tmp", path)
 
 
+def file_checksum(path):
+    checksum = 0
+    with open(path, "rb", buffering=0) as f:
+        while data := f.read(PIECE):
+            checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"
+
+
 def json_checksum(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -84,12 +105,13 @@ def bytes_needed(model):
     return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda: None):
+def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):
     """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns (folder, bytes).
 
     tensors: {"model": {name: tensor}, "optimizer": {...}}, this rank's rows; ranks that do not write may give none. All ranks call it.
     Every rank of an FSDP run writes the rows it holds; of others rank 0 writes all. UserError on every rank where a disk is full; what
-    was there before is then untouched and nothing partial is left. before_rename() is called on rank 0 once all else is on the disk.
+    was there before is then untouched and nothing partial is left. before_rename() is called on rank 0 once all else is on the disk; pieces: what reads a
+    tensor's bytes.
     """
     final = step_folder(run, state["step"])
     partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
@@ -100,7 +122,7 @@ def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda
                 os.makedirs(partial)
         with place.agreement(), full_disk_told(final, bytes_needed(model)):
             if place.writes:
-                write_part(partial, place, tensors, dict(model.named_parameters()))
+                write_part(partial, place, tensors, dict(model.named_parameters()), pieces)
         size = 0
         with place.agreement(), full_disk_told(final, bytes_needed(model)):
             if place.speaks:
@@ -114,7 +136,7 @@ def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda
     return final, size
 
 
-def write_part(partial, place, parts, parameters):
+def write_part(partial, place, parts, parameters, pieces):
     """Writes one rank's rows, and what is in them as part_<rank>.json for the manifest."""
     files, index, rank, writers = {}, {}, place.rank, place.shards
     for part, tensors in parts.items():
@@ -127,7 +149,7 @@ def write_part(partial, place, parts, parameters):
             if behind > first:
                 here[name] = t
                 index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(t.shape)}]
-        files[file] = write_safetensors(os.path.join(partial, file), here)
+        files[file] = write_safetensors(os.path.join(partial, file), here, pieces)
     write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
 
 
@@ -261,7 +283,7 @@ class Checkpoint:
 
     def __init__(self, path, manifest=None):
         """Reads path/manifest.json, or takes what another rank read of a folder that this one need not see."""
-        self.path, self.manifest, self._open = path, manifest or self.read_manifest(path), {}
+        self.path, self.manifest = path, manifest or self.read_manifest(path)
         self.step, self.samples = self.manifest["step"], self.manifest["samples"]
 
     @staticmethod
@@ -284,8 +306,8 @@ class Checkpoint:
         named = {piece["file"] for part in manifest["tensors"].values() for entry in part.values() for piece in entry["pieces"]}
         if any(os.path.basename(file) != file for file in manifest["files"]) or not named <= set(manifest["files"]):
             raise Damaged("manifest.json names files outside the checkpoint")
-        if manifest["version"] > VERSION:
-            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
+        if manifest["version"] != VERSION:
+            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads {VERSION}")
         return manifest
 
     def verify(self):
@@ -296,9 +318,8 @@ class Checkpoint:
                 raise Damaged(f"{name} is missing")
             if os.path.getsize(path) != expected["bytes"]:
                 raise Damaged(f"{name} has {os.path.getsize(path):,} bytes, expected {expected['bytes']:,}")
-            with open(path, "rb") as f:
-                if hashlib.file_digest(f, "sha256").hexdigest() != expected["sha256"]:
-                    raise Damaged(f"{name} does not have the checksum it was written with")
+            if file_checksum(path) != expected["crc32"]:
+                raise Damaged(f"{name} does not have the checksum it was written with")
 
     def model_config(self):
         return ModelConfig(**self.manifest["model"])
@@ -317,12 +338,11 @@ class Checkpoint:
         first, behind, _ = rows.indices(entry["shape"][0])
         found = []
         for piece in entry["pieces"]:
-            if piece["file"] not in self._open:
-                self._open[piece["file"]] = safe_open(os.path.join(self.path, piece["file"]), "pt")
             start, length = piece["offset"][0], piece["shape"][0]
             a, b = max(first, start), min(behind, start + length)
-            if a < b:
-                found.append((a, self._open[piece["file"]].get_slice(name)[a - start:b - start]))
+            if a < b:  # opened for this tensor alone: what is read of a mapped file stays in this process's memory until it is closed
+                with safe_open(os.path.join(self.path, piece["file"]), "pt") as f:
+                    found.append((a, f.get_slice(name)[a - start:b - start]))
         found = [t for _, t in sorted(found, key=lambda pair: pair[0])]
         if not found:
             return torch.empty(0, *entry["shape"][1:])

@@ -165,9 +165,11 @@ def limited(bytes_at_most):
     return limit
 
 
-def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(run, three, data):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(async_save, run, data):
     size = os.path.getsize(run / "checkpoints" / "step_00000006" / "optimizer.safetensors")
-    done = subprocess.run(command(run, data, max_iters=8), cwd=ROOT, capture_output=True, text=True, preexec_fn=limited(size - 1000))
+    settings = dict(max_iters=2000, lr_decay_iters=6, save_interval=8, log_interval=50, async_save=True) if async_save else dict(max_iters=8)
+    done = subprocess.run(command(run, data, **settings), cwd=ROOT, capture_output=True, text=True, preexec_fn=limited(size - 1000))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1 and done.stderr.strip() == errors[0]
     assert str(run) in errors[0] and "bytes are needed" in errors[0] and "free" in errors[0]
