@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train
+from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train, wait_for
 from engine import checkpoint as ckpt
 from engine.errors import UserError
 from engine.processes import Place
@@ -33,13 +33,6 @@ def run(three, tmp_path):
 
 def command(out_dir, data, **settings):
     return [sys.executable, "train.py", "tests/empty_config.py", f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.quick
