@@ -208,7 +208,7 @@ def run_rank(argv, place, watch):
         model.train()
         if loss is None:
             return
-        best = min([value for _, value in metrics.val], default=math.inf)
+        best = min(metrics.val_losses.values(), default=math.inf)
         say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
         if config.eval_only or not place.speaks:
             return
@@ -247,11 +247,12 @@ def run_rank(argv, place, watch):
     if config.eval_only:
         validate()
         return leave(0)
+    saver.mend_best()
 
     # ------------------------------------------------------------------ the loop
     model.train()
     due = config.eval_interval and step and (step % config.eval_interval == 0 or step == config.max_iters)
-    if place.from_first(bool(due and step not in metrics.val_steps)):
+    if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
     tokens_per_update = config.total_batch_size
     flops, peak = model.flops_per_token(), None

@@ -174,6 +174,12 @@ def finish(partial, final, writers, state, before_rename):
     return sum(f["bytes"] for f in files.values())
 
 
+def copy_synced(source, target):
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as f:
+        os.fsync(f.fileno())
+
+
 def mark_best(run, step):
     """Makes checkpoints/best the checkpoint of `step`: hard links, so it costs no space until the original is deleted."""
     folder = os.path.join(run, "checkpoints")
@@ -184,7 +190,8 @@ def mark_best(run, step):
         shutil.copytree(step_folder(run, step), new, copy_function=os.link)
     except OSError:  # a file system without hard links
         shutil.rmtree(new, ignore_errors=True)
-        shutil.copytree(step_folder(run, step), new)
+        shutil.copytree(step_folder(run, step), new, copy_function=copy_synced)
+    sync_folder(new)
     if os.path.isdir(best):
         os.rename(best, old)
     os.rename(new, best)

@@ -16,6 +16,7 @@ import torch
 
 from engine import checkpoint as ckpt
 from engine.recovery import usable
+from engine.resume import best_step
 from engine.sync import local
 
 
@@ -60,6 +61,13 @@ class Saver:
     def mark_best(self, step):
         """Keeps the checkpoint of `step` apart as best, once it is complete."""
         self._do(self._mark_best, step)
+
+    def mend_best(self):
+        """A run killed between a validation loss and the mark of its step as best gets the mark now."""
+        losses = self.metrics.val_losses
+        best = min(losses, key=losses.get, default=None)  # the first of equals, as in the loop
+        if self.place.speaks and best in ckpt.list_steps(self.run) and best != best_step(self.run):
+            self.mark_best(best)
 
     def wait(self):
         """Returns when all that was asked for is done; raises what went wrong in it."""

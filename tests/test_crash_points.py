@@ -40,7 +40,7 @@ def check(killed, whole):
         assert left(told["run"]) == end, where
 
 
-@pytest.fixture(scope="module", params=[{}], ids=lambda more: " ".join(map(str, more)) or "plain")
+@pytest.fixture(scope="module", params=[{}, {"async_save": True}], ids=lambda more: " ".join(map(str, more)) or "plain")
 def second_save(request, data, tmp_path_factory):
     """A run's second save, with the first one's deletion and the marking of the best, killed before each of its operations."""
     home = tmp_path_factory.mktemp("crash")
@@ -61,7 +61,6 @@ def test_killed_before_any_operation_of_a_save_the_run_goes_on_as_if_undisturbed
         assert any(re.match(named, point) for point in points), f"no kill before {named} among {points}"
 
 
-@pytest.mark.xfail(strict=True, reason="the validation loss is written before the best is marked, and a step that has one is not validated again")
 def test_killed_before_any_operation_of_a_save_the_best_is_the_best(second_save):
     killed, whole = second_save
     best = lambda run: open_checkpoint(os.path.join(run, "checkpoints", "best")).step
@@ -69,7 +68,7 @@ def test_killed_before_any_operation_of_a_save_the_best_is_the_best(second_save)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", [{}, {"keep_last": 2, "optimizer": "muon"}], ids=["plain", "muon"])
+@pytest.mark.parametrize("more", [{}, {"keep_last": 2, "optimizer": "muon"}, {"async_save": True}], ids=["plain", "muon", "async"])
 def test_killed_before_any_operation_of_a_whole_run(more, data, tmp_path):
     settings = {**more, "max_iters": 6}
     train(tmp_path / "whole", data, **{**SAVES, **settings})
@@ -82,7 +81,7 @@ def test_killed_before_any_operation_of_a_whole_run(more, data, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- a power cut
 
 
-@pytest.fixture(scope="module", params=[{}], ids=lambda more: " ".join(map(str, more)) or "plain")
+@pytest.fixture(scope="module", params=[{}, {"async_save": True}], ids=lambda more: " ".join(map(str, more)) or "plain")
 def synced(request, data, tmp_path_factory):
     """Every renaming and removal in the folder of a run, each with what was on the disk just before it."""
     return crash(data, tmp_path_factory.mktemp("sync"), {**request.param, "max_iters": 6}, watch="sync")[0]
@@ -107,16 +106,13 @@ def test_an_older_checkpoint_goes_when_the_newer_ones_name_is_on_the_disk(synced
         assert max(n for n in s["names on disk"] if n.startswith("step_")) > os.path.basename(s["path"]), s
 
 
-@pytest.mark.xfail(strict=True, reason="the folder of links is not synced before it is renamed")
 def test_the_best_gets_its_name_when_all_of_it_is_on_the_disk(synced):
     assert not any(s["not on disk"] for s in named(synced, "checkpoints/best"))
 
 
-@pytest.mark.xfail(strict=True, reason="metrics.jsonl is flushed before a save and not synced")
 def test_the_curve_up_to_a_checkpoint_is_on_the_disk_before_it(synced):
     assert all(s["metrics on disk"] for s in named(synced, r"checkpoints/step_\d+"))
 
 
-@pytest.mark.xfail(strict=True, reason="metrics.jsonl.tmp is not synced before it is renamed")
 def test_the_curve_is_cut_at_a_resume_without_a_moment_when_the_disk_has_none(synced):
     assert not any(s["not on disk"] for s in named(synced, "metrics.jsonl"))
