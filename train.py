@@ -149,7 +149,7 @@ def run_rank(argv, place, watch):
     step, samples, skips = load_values(place, model, optimizer, scale, config, resumed, weights)
     with place.agreement():
         if place.speaks:
-            ckpt.check_room(run, model)
+            ckpt.check_room(run, dict(model.named_parameters()))
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with

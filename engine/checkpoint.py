@@ -100,18 +100,18 @@ def json_checksum(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def bytes_needed(model):
-    """What a checkpoint of a model and its AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
-    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+def bytes_needed(parameters):
+    """What a checkpoint of {name: parameter} and their AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
+    return 3 * sum(p.numel() * p.element_size() for p in parameters.values())
 
 
-def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):
+def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):
     """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns (folder, bytes).
 
-    tensors: {"model": {name: tensor}, "optimizer": {...}}, this rank's rows; ranks that do not write may give none. All ranks call it.
-    Every rank of an FSDP run writes the rows it holds; of others rank 0 writes all. UserError on every rank where a disk is full; what
-    was there before is then untouched and nothing partial is left. before_rename() is called on rank 0 once all else is on the disk; pieces: what reads a
-    tensor's bytes.
+    parameters: {name: parameter}, for the shapes and which rows of them lie here. tensors: {"model": {name: tensor}, "optimizer": {...}},
+    those rows; ranks that do not write may give none. All ranks call it: every rank of an FSDP run writes the rows it holds, of others
+    rank 0 writes all. UserError on every rank where a disk is full; what was there before is then untouched and nothing partial is left.
+    before_rename() is called on rank 0 once all else is on the disk; pieces: what reads a tensor's bytes.
     """
     final = step_folder(run, state["step"])
     partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
@@ -120,11 +120,11 @@ def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda
             if place.speaks:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.makedirs(partial)
-        with place.agreement(), full_disk_told(final, bytes_needed(model)):
+        with place.agreement(), full_disk_told(final, bytes_needed(parameters)):
             if place.writes:
-                write_part(partial, place, tensors, dict(model.named_parameters()), pieces)
+                write_part(partial, place, tensors, parameters, pieces)
         size = 0
-        with place.agreement(), full_disk_told(final, bytes_needed(model)):
+        with place.agreement(), full_disk_told(final, bytes_needed(parameters)):
             if place.speaks:
                 if tokenizer:
                     tokenizer.save(partial)
@@ -165,6 +165,8 @@ def finish(partial, final, writers, state, before_rename):
         for kind, tensors in part["tensors"].items():
             for name, entry in tensors.items():
                 index.setdefault(kind, {}).setdefault(name, {"shape": entry["shape"], "pieces": []})["pieces"] += entry["pieces"]
+    if holes := [name for kind in index.values() for name, entry in kind.items() if not covered(entry)]:
+        raise RuntimeError(f"{partial} lacks rows of {', '.join(holes)}: a bug")
     manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
     write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
     sync_folder(partial)
@@ -172,6 +174,16 @@ def finish(partial, final, writers, state, before_rename):
     os.rename(partial, final)
     sync_folder(os.path.dirname(final))
     return sum(f["bytes"] for f in files.values())
+
+
+def covered(entry):
+    """Whether a tensor's pieces in a manifest are all of its rows, each once."""
+    at = 0
+    for start, length in sorted((piece["offset"][0], piece["shape"][0]) for piece in entry["pieces"]):
+        if start != at:
+            return False
+        at += length
+    return at == entry["shape"][0]
 
 
 def copy_synced(source, target):
@@ -401,9 +413,9 @@ def check_names(owner, sources, where):
         raise UserError(*problems)
 
 
-def check_room(run, model):
+def check_room(run, parameters):
     """UserError unless a checkpoint fits on the disk now, rather than after an hour of training."""
-    needed, free = bytes_needed(model), shutil.disk_usage(run).free
+    needed, free = bytes_needed(parameters), shutil.disk_usage(run).free
     if free < needed:
         raise UserError(f"a checkpoint takes {needed:,} bytes and {os.path.abspath(run)} has {free:,} free: free some space, or give another "
                         "--out_dir")

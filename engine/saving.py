@@ -24,7 +24,8 @@ class Saver:
     """Writes checkpoints one after the other: in the caller's thread, or with async_save behind its back."""
 
     def __init__(self, run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, saved_step):
-        self.run, self.sync, self.model, self.optimizer, self.config, self.tokenizer = run, sync, model, optimizer, config, tokenizer
+        self.run, self.sync, self.optimizer, self.config, self.tokenizer = run, sync, optimizer, config, tokenizer
+        self.parameters = dict(model.named_parameters())  # now: in a forward pass FSDP's modules show whole parameters in place of shards
         self.metrics, self.lock, self.watch = metrics, lock, watch
         self.place = dataclasses.replace(place, store=place.own_store("saves"), agreements=0)
         self.step = saved_step  # of the newest checkpoint, complete or being written
@@ -41,7 +42,7 @@ class Saver:
         if self.step == state["step"]:
             self._do(self._tidy)
             return True
-        tensors = {"model": {n: local(p) for n, p in self.model.named_parameters()}, "optimizer": self.optimizer.state()}
+        tensors = {"model": {n: local(p) for n, p in self.parameters.items()}, "optimizer": self.optimizer.state()}
         if not self.sync.all_finite([t for part in tensors.values() for t in part.values()]):
             return False
         self.step = state["step"]
@@ -89,7 +90,7 @@ class Saver:
     def _write(self, state, tensors, snapshot=None, stalled=None):
         started = time.perf_counter()
         with usable(self.run):
-            path, size = ckpt.save(self.run, self.place, self.model, tensors, state, self.tokenizer, self.metrics.sync,
+            path, size = ckpt.save(self.run, self.place, self.parameters, tensors, state, self.tokenizer, self.metrics.sync,
                                    snapshot.pieces if snapshot else ckpt.pieces)
         if not self.place.speaks:
             return
