@@ -75,7 +75,7 @@ def run_rank(argv, place, watch):
         if place.speaks:
             with recovery.usable(run):
                 lock = recovery.RunLock(run) if os.path.isdir(run) else None  # nothing is made before all is checked
-                resumed = find_resumable(run, config, say)
+                resumed = find_resumable(run, config, place)
     resumed = share(place, resumed)
     with place.agreement():
         if config.init_from != "scratch":

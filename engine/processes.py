@@ -8,9 +8,9 @@ import contextlib
 import datetime
 import glob
 import hashlib
-import itertools
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
+from engine.recovery import job_seconds
 
 JOIN_SECONDS = int(os.environ.get("BORINGGPT_JOIN_SECONDS", 60))  # for every rank to show up
-JOINS = itertools.count()
 WORK_SECONDS = 3600  # for a rank that has work to do between two words: a checkpoint's checksums, a data set to prepare
 
 
@@ -44,6 +44,7 @@ class Place:
     host: str = field(default_factory=socket.gethostname)
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
+    job_started: float = field(default_factory=lambda: time.monotonic() - job_seconds())  # of the oldest torchrun in it; on rank 0
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
@@ -73,6 +74,36 @@ class Place:
         if self.speaks:
             print(sentence, flush=True)
 
+    def meet(self):
+        """Agrees with the other ranks on keys of their own for this start, and on how old the job is. torchrun's store may hold what an
+        earlier start left, and its count of restarts is another on a machine that has just come: so each rank asks rank 0, under a word
+        that nobody has used before, for the word that this start goes by."""
+        deadline, word, age = time.monotonic() + JOIN_SECONDS, secrets.token_hex(8), job_seconds()
+        if self.speaks:
+            missing = set(range(1, self.ranks))
+            while missing:
+                for rank in sorted(missing):
+                    if self.store.check([f"{word}/here/{rank}"]):
+                        age = max(age, float(self.store.get(f"{word}/here/{rank}")))
+                        missing.remove(rank)
+                    elif self.store.check([f"asks/{rank}"]):
+                        self.store.set(f"answer/{self.store.get(f'asks/{rank}').decode()}", word)
+                if missing and time.monotonic() > deadline:
+                    raise UserError(self.not_come(sorted(missing), JOIN_SECONDS))
+                time.sleep(0.002)
+        else:
+            self.store.set(f"asks/{self.rank}", word)
+            if not self.wait_for(f"answer/{word}", JOIN_SECONDS):
+                raise UserError(self.not_come([0], JOIN_SECONDS))
+            word = self.store.get(f"answer/{word}").decode()
+            self.store.set(f"{word}/here/{self.rank}", str(age))
+        self.job_started = time.monotonic() - age
+        self.store = dist.PrefixStore(word, self.store)
+
+    def not_come(self, ranks, seconds):
+        return (f"after {seconds} s rank {', '.join(map(str, ranks))} of {self.ranks} had not come as far as rank {self.rank}: look at its own log; a host "
+                "that cannot be reached or a different command on it are the usual causes")
+
     def from_first(self, value):
         """Rank 0's value (JSON-able) on every rank."""
         if self.store is None:
@@ -82,7 +113,7 @@ class Place:
         if self.speaks:
             self.store.set(key, json.dumps(value))
         elif not self.wait_for(key, WORK_SECONDS):
-            raise UserError(f"after {WORK_SECONDS} s rank 0 of {self.ranks} had not come as far as rank {self.rank}: look at its own log")
+            raise UserError(self.not_come([0], WORK_SECONDS))
         return json.loads(self.store.get(key))
 
     def wait_for(self, key, seconds):
@@ -126,8 +157,7 @@ class Place:
             else:
                 missing.append(rank)
         if missing:
-            raise UserError(f"after {self.patience} s rank {', '.join(map(str, missing))} of {self.ranks} had not come as far as rank {self.rank}: "
-                            "look at its own log; a host that cannot be reached or a different command on it are the usual causes")
+            raise UserError(self.not_come(missing, self.patience))
         return found
 
 
@@ -137,8 +167,8 @@ def join():
         return Place()
     place = Place(rank=int(os.environ["RANK"]), ranks=int(os.environ["WORLD_SIZE"]), local_rank=int(os.environ["LOCAL_RANK"]))
     store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=JOIN_SECONDS)))
-    # keys of its own for each start by torchrun, and for each run that a process makes one after the other
-    place.store = dist.PrefixStore(f"boringgpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(JOINS)}", store)
+    place.store = dist.PrefixStore("boringgpt", store)
+    place.meet()
     return place
 
 

@@ -6,27 +6,36 @@ A change of the architecture or the tokenizer stops a run that goes on, a change
 
 import os
 import shutil
+import time
 
 from engine import checkpoint as ckpt
 from engine.config import ARCHITECTURE, CURVE
 from engine.errors import UserError
 
 
-def find_resumable(run, config, say):
+def began_in_this_job(run, place):
+    """Whether a run's last start was one of this job's, which torchrun starts again where a process fails or machines come and go."""
+    try:
+        return time.time() - os.path.getmtime(os.path.join(run, "config.json")) < time.monotonic() - place.job_started
+    except OSError:
+        return False
+
+
+def find_resumable(run, config, place):
     """The checkpoint that this start goes on from, or None for a new run."""
     if config.resume == "never" and config.resume_step is not None:
         raise UserError(f"resume=never starts anew and resume_step={config.resume_step} goes back: give one of the two")
     inside = os.path.commonpath([os.path.abspath(run), os.path.abspath(config.init_from)]) == os.path.abspath(run)
     if config.resume == "never" and os.path.exists(config.init_from) and inside:
         raise UserError(f"init_from={config.init_from} lies in out_dir={run}, which resume=never sets aside: give another --out_dir for the branch")
-    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+    if config.resume == "never" and not began_in_this_job(run, place):
         return None
-    newest = ckpt.newest_complete(run, say)
+    newest = ckpt.newest_complete(run, place.say)
     if config.resume_step is None:
         return newest
     if newest and newest.step >= config.resume_step and newest.manifest["config"].get("resume_step") == config.resume_step:
         return newest  # the same command again: it has gone back already
-    return ckpt.newest_complete(run, say, config.resume_step)
+    return ckpt.newest_complete(run, place.say, config.resume_step)
 
 
 def share(place, checkpoint):

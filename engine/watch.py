@@ -17,7 +17,7 @@ import time
 
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL
 from engine.processes import WORK_SECONDS, set_timeout
-from engine.recovery import FOR_GOOD, Stopped, end_process, first_to, job_seconds, write_error
+from engine.recovery import FOR_GOOD, Stopped, end_process, first_to, write_error
 
 LOOK_SECONDS = 0.2
 ANSWER_SECONDS = 10  # for another rank's thread to answer; after that it is taken for dead
@@ -107,7 +107,7 @@ class Watch:
         while not self.closed.wait(max(LOOK_SECONDS, self.place.ranks / 500)):  # the store serves all ranks
             if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
                 self._leave(EXIT_FAILED, "its torchrun is gone")
-            if self.config.time_limit and self.place.speaks and job_seconds() > self.config.time_limit:
+            if self.config.time_limit and self.place.speaks and time.monotonic() - self.place.job_started > self.config.time_limit:
                 self.ask("time_limit")
             try:
                 self._agree()

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY, Job, as_args, curve, run_script, steps, tensors, torchrun, train
 from engine import checkpoint as ckpt
 
-EXTRA = [{}]
+EXTRA = [{}, {"async_save": True}]
 
 
 def named(more):

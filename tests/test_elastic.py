@@ -77,7 +77,6 @@ def test_the_machine_that_is_left_goes_on_alone(env, agent, data, tmp_path):
     check_bits(tmp_path, data)
 
 
-@pytest.mark.xfail(strict=True, reason="keys in the store begin with TORCHELASTIC_RESTART_COUNT, which is 0 on a machine that has just come: its ranks never meet the others")
 def test_a_machine_that_comes_takes_its_share_and_nothing_is_lost(agent, data, tmp_path):
     run = tmp_path / "run"
     first = lose_one(agent, run, OWN_STORE)
@@ -93,7 +92,6 @@ def test_a_machine_that_comes_takes_its_share_and_nothing_is_lost(agent, data, t
 
 
 @pytest.mark.full
-@pytest.mark.xfail(strict=True, reason="a machine restarted for another's sake has its old restart count, and meets what its last start left in the store")
 def test_one_fault_is_one_restart_where_the_machines_count_their_restarts_differently(agent, data, tmp_path):
     """A worker dies while another machine's is long at work: the one's torchrun counts a failure, the other's a change of members."""
     first, second = agent(True, nodes="2", n=1), agent(False, nodes="2", n=1)
