@@ -31,7 +31,7 @@ from engine import config as settings
 from engine import processes
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
-from engine.families import open_weights
+from engine.families import open_weights, with_new_rows
 from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, set_beyond_aside, tell_architecture
@@ -101,6 +101,8 @@ def run_rank(argv, place, at):
         train_data = TokenDataset(folder, "train")
         val_data = TokenDataset(folder, "val") if config.eval_interval or config.eval_only else None
         config.vocab_size = config.vocab_size or train_data.vocab_size or 50304  # bare token files: GPT-2's, as in nanoGPT
+        if weights and config.resize_vocab:
+            config.vocab_size = max(config.vocab_size, train_data.vocab_size or 0)
         model_config = settings.make_model_config(config)
         for dataset, split in ((train_data, "train"), (val_data, "val")):
             if dataset:
@@ -157,7 +159,10 @@ def run_rank(argv, place, at):
         optimizer.updates = resumed.manifest["optimizer_updates"]
         scale.load(resumed.manifest["loss_scale"])
     elif weights:
-        ckpt.fill(place, parameters, parameters, weights.sources, weights.path)
+        sources = weights.sources
+        if config.vocab_size > weights.model_config.vocab_size:
+            sources = with_new_rows(sources, weights.model_config.vocab_size, model.first_values(config.seed))
+        ckpt.fill(place, parameters, parameters, sources, weights.path)
         if weights.checkpoint and config.init_optimizer:
             ckpt.fill(place, parameters, optimizer.state(), weights.checkpoint.sources("optimizer"), weights.path)
             optimizer.updates = weights.checkpoint.manifest["optimizer_updates"]
@@ -362,6 +367,8 @@ def find_tokenizer(dataset, folder, weights, vocab_size, say):
         except UserError as error:
             say(f"note: no sample texts: {error}")
     if weights and weights.tokenizer and tokenizer and weights.tokenizer.fingerprint != tokenizer.fingerprint:
+        if vocab_size > weights.model_config.vocab_size and tokenizer.extends(weights.tokenizer):
+            return tokenizer  # as --resize_vocab asks for
         raise UserError(f"{weights.path} was trained with tokenizer {weights.tokenizer.name}, this data set is made with {tokenizer.name}: "
                         "prepare the data with the weights' tokenizer")
     return tokenizer

@@ -4,13 +4,15 @@ import difflib
 import hashlib
 import json
 import os
-import pickle
 import re
 from functools import cached_property
 
 import numpy as np
 
 from engine.errors import UserError
+from engine.untrusted import read_json, read_plain_pickle, refuse
+
+LARGEST_VOCABULARY = 1 << 22  # ids of a tokenizer.json: the largest known has a sixteenth of them
 
 # What tokenizers call the token between documents. It is preferred to a chat model's end of turn: a
 # tokenizer_config.json of Qwen3 names <|im_end|> as its eos_token, but documents end with <|endoftext|>.
@@ -42,6 +44,10 @@ class Tokenizer:
             if data is not None:
                 digest.update(b"%d %d " % (i, len(data)) + data)
         return digest.hexdigest()
+
+    def extends(self, other):
+        """Whether every id of another tokenizer stands for the same bytes here."""
+        return self.token_bytes[:other.vocab_size] == other.token_bytes
 
     def encode(self, text):
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
@@ -107,6 +113,7 @@ def load_tokenizer(spec, eot=None):
 def tokenizer_from_identity(identity, folder):
     """The tokenizer that gave this identity(); folder holds its tokenizer.json where it saved one. Raises UserError
     where what is found now is not the same tokenizer."""
+    check_identity(identity, folder)
     kind, has_eot = identity["kind"], identity["eot_id"] is not None
     if kind == "byte":
         tokenizer = byte_tokenizer()
@@ -120,10 +127,25 @@ def tokenizer_from_identity(identity, folder):
     else:
         raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
     tokenizer.eot_id = identity["eot_id"]
-    if tokenizer.fingerprint != identity["fingerprint"]:
+    if tokenizer.fingerprint != identity["fingerprint"] or tokenizer.vocab_size != identity["vocab_size"]:
         raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
                         f"{tokenizer.fingerprint[:12]}, saved {identity['fingerprint'][:12]}); put the saved one back")
     return tokenizer
+
+
+def check_identity(identity, where):
+    """UserError where what meta.json or a checkpoint says of its tokenizer is not what Tokenizer.identity() gives."""
+    kinds = {"kind": str, "name": str, "fingerprint": str, "vocab_size": int, "eot_id": (int, type(None)), "chars": (str, type(None))}
+    if not isinstance(identity, dict):
+        raise UserError(f"{where} has a tokenizer that is no object: restore the file, or prepare the data again")
+    wrong = [key for key, kind in kinds.items() if isinstance(identity.get(key), bool) or not isinstance(identity.get(key), kind)]
+    size, eot = identity.get("vocab_size"), identity.get("eot_id")
+    if not wrong and not (0 < size <= LARGEST_VOCABULARY and (eot is None or 0 <= eot < size)):
+        wrong = ["vocab_size", "eot_id"]
+    if not wrong and (identity["kind"] == "char") != bool(identity.get("chars")):
+        wrong = ["chars"]
+    if wrong:
+        raise UserError(f"{where} has a tokenizer without a valid {' and '.join(wrong)}: restore the file, or prepare the data again")
 
 
 def byte_tokenizer():
@@ -242,14 +264,15 @@ def json_tokenizer(path, eot=None):
 
 def configured_eos(folder):
     """The eos_token of the tokenizer_config.json beside a tokenizer.json, or None."""
+    path = os.path.join(folder, "tokenizer_config.json")
     try:
-        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
-            eos = json.load(file).get("eos_token")
+        eos = read_json(path).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/tokenizer_config.json cannot be read: {error}") from None
-    return eos["content"] if isinstance(eos, dict) else eos
+    except (OSError, ValueError) as error:
+        raise refuse(path, "a tokenizer's configuration", error) from None
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return eos if isinstance(eos, str) else None
 
 
 def end_of_text(special, asked, configured, name):
@@ -291,6 +314,8 @@ def json_token_bytes(engine, path):
         return (token.replace("▁", " ") if decoders & {"Metaspace", "Replace"} else token).encode()
 
     vocabulary = engine.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values(), default=0) >= LARGEST_VOCABULARY:
+        raise UserError(f"{path} has an id {max(vocabulary.values()):,}: ids below {LARGEST_VOCABULARY:,} work")
     table = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, i in vocabulary.items():
         table[i] = token_bytes(token)
@@ -299,24 +324,14 @@ def json_token_bytes(engine, path):
     return table
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Builds dicts, lists, strings and numbers; a pickle that asks for anything else, code included, is refused."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
 def char_tokenizer_from_nanogpt(path):
     """The char tokenizer of a nanoGPT meta.pkl (its stoi), read without running anything in it. Raises UserError."""
     try:
-        with open(path, "rb") as file:
-            stoi = PlainUnpickler(file).load()["stoi"]
+        stoi = read_plain_pickle(path)["stoi"]
         chars = [char for char, i in sorted(stoi.items(), key=lambda item: item[1])]
         in_order = sorted(stoi.values()) == list(range(len(stoi)))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except Exception as error:  # a damaged pickle can fail in any way
-        raise UserError(f"{path} is not a nanoGPT meta.pkl (a plain dict with stoi): {error}") from None
+        raise refuse(path, "a nanoGPT meta.pkl (a plain dict with stoi)", error) from None
     if not stoi or not in_order or any(not isinstance(char, str) or len(char) != 1 for char in chars):
         raise UserError(f"{path}: expected stoi to number single characters from 0 on without gaps")
     return ordered_char_tokenizer("".join(chars), with_eot=False)

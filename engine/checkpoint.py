@@ -12,6 +12,7 @@ checkpoint written in shards is read by the same lines.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -40,15 +41,20 @@ class Damaged(Exception):
 
 
 def write_safetensors(path, tensors):
-    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "sha256"}.
+    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "sha256"}."""
+    return stream_safetensors(path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, tensors.__getitem__)
+
+
+def stream_safetensors(path, described, read, metadata=None):
+    """Writes tensors described as {name: (dtype, shape)}, each of them had from read(name) when its turn comes.
 
     The safetensors package builds the whole file in memory first. This one copies, hashes and writes a tensor at a time:
     memory and bytes are those of one tensor, and a full disk is noticed where it happens.
     """
-    header, offset = {}, 0
-    for name, t in tensors.items():
-        size = t.numel() * t.element_size()
-        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
+    header, offset = {"__metadata__": metadata} if metadata else {}, 0
+    for name, (dtype, shape) in described.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -59,8 +65,8 @@ def write_safetensors(path, tensors):
             f.write(data)
         put(struct.pack("<Q", len(text)))
         put(text)
-        for t in tensors.values():
-            put(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name in described:
+            put(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())
     return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
