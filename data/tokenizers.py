@@ -288,6 +288,13 @@ def end_of_text(special, asked, configured, name):
     return None
 
 
+def byte_letters():
+    """{byte: the printable character that GPT-2 shows it as}: itself where it is one, else the next free one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
 def json_token_bytes(engine, path):
     """The bytes of each id of a tokenizer.json, read off its decoder: bytes written as printable characters (GPT-2's
     way), or text with ▁ for a space and <0x0A> for a lone byte (sentencepiece's way)."""
@@ -301,10 +308,7 @@ def json_token_bytes(engine, path):
     if strange:
         raise UserError(f"{path} decodes by {', '.join(sorted(strange))}, where a token's bytes depend on its "
                         "neighbours; tokenizers of the kinds ByteLevel and Metaspace work")
-    # GPT-2 shows each byte as a printable character: itself where it is one, else the next free one from U+0100 on
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    byte_of = {letter: b for b, letter in byte_letters().items()}
 
     def token_bytes(token):
         if "ByteLevel" in decoders:

@@ -148,7 +148,7 @@ QWEN3 = dataclasses.replace(
     QWEN2, model_type="qwen3", architecture="Qwen3ForCausalLM", bias_keys=("attention_bias",),
     switches={**LLAMA.switches, "bias": (False,), "qk_norm": (True,)}, defaults={**QWEN2.defaults, "head_dim": 128})
 
-FAMILIES = {f.model_type: f for f in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL)}  # in the order in which an export looks for one that fits
+FAMILIES = {f.model_type: f for f in (GPT2, QWEN2, QWEN3, LLAMA, MISTRAL)}  # in the order in which an export looks for one that fits
 
 # Keys of config.json that do not change what the weights compute: identity, generation's defaults, training's, bookkeeping
 PASSED_OVER = set("""
