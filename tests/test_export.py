@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import zoo
 from conftest import ASSETS, records, run_script, some_text, torchrun, train, TINY, as_args
@@ -16,7 +16,6 @@ from engine.errors import UserError
 from engine.export import as_engine, export
 from engine.families import Weights, open_weights
 from model import GPT, ModelConfig
-from prepare import prepare
 from sample import load_model
 from test_families import CPU, tokens
 
