@@ -12,7 +12,7 @@ import sys
 
 from engine import recovery
 
-recovery.leave_if_told()
+recovery.leave_if_ended()
 
 import inspect
 import math
@@ -31,11 +31,13 @@ from engine import config as settings
 from engine import processes
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
-from engine.families import open_weights, with_new_rows
+from engine.families import open_weights
 from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
-from engine.resume import check_resumable, find_resumable, set_beyond_aside, tell_architecture
+from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
+from engine.saving import Saver
 from engine.sync import Sync, shard
+from engine.watch import Watch
 from model import GPT, rope_table
 
 
@@ -44,12 +46,12 @@ def main(argv):
         print(__doc__, inspect.getsource(settings.Config), sep="\n")
         return 0
     place = processes.join()  # alone, or one of the processes that torchrun started
-    at = {"step": 0}
-    with recovery.told_once(place, lambda: f"step {at['step'] + 1}"):
-        return run_rank(argv, place, at)
+    watch = Watch(place)  # signals, hangs
+    with recovery.told_once(place, watch), watch:
+        return run_rank(argv, place, watch)
 
 
-def run_rank(argv, place, at):
+def run_rank(argv, place, watch):
     say = place.say
     with place.agreement():  # what one rank finds wrong ends all, and is said once
         config = settings.load_config(argv, default_file="configs/quickstart.py")
@@ -66,7 +68,6 @@ def run_rank(argv, place, at):
         processes.connect(place, backend)
         check(place, say)
         return processes.disconnect()
-    stop = recovery.StopSignal()
 
     # ------------------------------------------------------------------ where the weights come from decides the architecture
     run, lock, resumed, weights = config.out_dir, None, None, None
@@ -75,8 +76,7 @@ def run_rank(argv, place, at):
             with recovery.usable(run):
                 lock = recovery.RunLock(run) if os.path.isdir(run) else None  # nothing is made before all is checked
                 resumed = find_resumable(run, config, say)
-    if found := place.from_first(resumed and {"path": resumed.path, "manifest": resumed.manifest}):
-        resumed = resumed or ckpt.Checkpoint(**found)
+    resumed = share(place, resumed)
     with place.agreement():
         if config.init_from != "scratch":
             if resumed:
@@ -145,33 +145,13 @@ def run_rank(argv, place, at):
         shard(model, place, config, precision)
         model.to_empty(device="cpu" if config.cpu_offload else device)
         model.rope = rope_table(model_config, device) if model_config.pos == "rope" else None
-    parameters = dict(model.named_parameters())
     optimizer = make_optimizer(model.named_parameters(), config)
     scale = LossScale(precision.loss_scaling)
-
-    step = samples = bad_steps = 0
-    skips = []  # [step, first sample, samples] of every update passed over
-    if resumed:
-        send = place.layout == "ddp"  # rank 0's machine may have the run's folder alone: it reads and sends
-        ckpt.fill(place, parameters, parameters, resumed.sources("model"), resumed.path, send)
-        ckpt.fill(place, parameters, optimizer.state(), resumed.sources("optimizer"), resumed.path, send)
-        step, samples, skips = resumed.step, resumed.samples, resumed.manifest["skips"]
-        optimizer.updates = resumed.manifest["optimizer_updates"]
-        scale.load(resumed.manifest["loss_scale"])
-    elif weights:
-        sources = weights.sources
-        if config.vocab_size > weights.model_config.vocab_size:
-            sources = with_new_rows(sources, weights.model_config.vocab_size, model.first_values(config.seed))
-        ckpt.fill(place, parameters, parameters, sources, weights.path)
-        if weights.checkpoint and config.init_optimizer:
-            ckpt.fill(place, parameters, optimizer.state(), weights.checkpoint.sources("optimizer"), weights.path)
-            optimizer.updates = weights.checkpoint.manifest["optimizer_updates"]
-    else:
-        ckpt.fill(place, parameters, parameters, model.first_values(config.seed), "the first values")
+    # skips: [step, first sample, samples] of every update passed over
+    step, samples, skips = load_values(place, model, optimizer, scale, config, resumed, weights)
     with place.agreement():
         if place.speaks:
             ckpt.check_room(run, model)
-    at["step"] = step
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with
@@ -195,22 +175,40 @@ def run_rank(argv, place, at):
             say(f"note: it was written on {resumed.manifest['device']} by torch {resumed.manifest['versions']['torch']}, this is "
                 f"{device.type} and torch {versions['torch']}: the curve goes on, its last bits may differ")
 
-    def save():
-        if not place.from_first(os.path.isdir(ckpt.step_folder(run, step))):
-            state = {"step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(),
-                     "config": resolved, "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None,
-                     "dataset": train_data.fingerprint, "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout,
-                     "world_size": place.ranks, "versions": versions, "wandb_run_id": wandb_id}
-            metrics.flush()
-            path = ckpt.save(run, place, model, optimizer, state, tokenizer)
-            metrics.event(step, "saved", path=path)
-            say(f"saved {path}")
-        if place.speaks:
-            ckpt.delete_old(run, config.keep_last, config.keep_every)
-            lock.touch()
+    saver = Saver(run, place, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
+    bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()
+
+    def save(last=False):
+        """False where the weights or the optimizer's state are not finite: such a checkpoint is never written."""
+        if step != saver.step and not sync.all_finite([t for part in saver.tensors().values() for t in part.values()]):
+            return False
+        saver.save({"step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(),
+                    "config": resolved, "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None,
+                    "dataset": train_data.fingerprint, "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout,
+                    "world_size": place.ranks, "versions": versions, "wandb_run_id": wandb_id}, last)
+        return True
+
+    def go_back(why):
+        """Back to the last checkpoint, whose state is good; False where that has been tried."""
+        nonlocal step, samples, skips
+        with place.agreement():
+            saver.wait()
+        with place.agreement():
+            good = ckpt.newest_complete(run, say) if place.speaks else None
+        good, gone = share(place, good), step
+        step, samples, skips = load_values(place, model, optimizer, scale, config, good, weights)
+        if not bad.go_back(step, samples):
+            say(f"error: {why}, again after going back to update {step:,}: something else is wrong; the checkpoints until there are intact")
+            recovery.mark_ended(EXIT_FAILED)  # a restart would come here again
+            return False
+        say(f"{why}: going back to update {step:,} and passing over those samples")
+        watch.step = step
+        metrics.go_back(step)
+        metrics.event(step, "went_back", why=why, left_at=gone, passing_over=list(bad.ahead.items()))
+        return True
 
     def validate():
-        loss = evaluate(model, val_batches, config.eval_tokens, config.batch_size, place, precision, stop)
+        loss = evaluate(model, val_batches, config.eval_tokens, config.batch_size, place, precision, watch)
         model.train()
         if loss is None:
             return
@@ -220,8 +218,8 @@ def run_rank(argv, place, at):
             return
         metrics.write("val", step, loss=loss)
         metrics.flush()
-        if loss < best and os.path.isdir(ckpt.step_folder(run, step)):
-            ckpt.mark_best(run, step)
+        if loss < best and saver.step == step:
+            saver.mark_best(step)
         metrics.draw()
 
     def show_sample():
@@ -230,19 +228,26 @@ def run_rank(argv, place, at):
             return
         from sample import stream
 
+        def write(text):
+            watch.moves()
+            if place.speaks:
+                sys.stdout.write(text)
+
         say("--- sample")
         with precision.context(device.type):
-            stream(model, tokenizer, "", device, write=sys.stdout.write if place.speaks else lambda text: None,
+            stream(model, tokenizer, "", device, write=write,
                    max_new_tokens=config.sample_tokens, temperature=0.8, top_k=200, seed=config.seed)
         say("---")
 
     def leave(code):
+        saver.close()
         metrics.close()
         if place.speaks:
             lock.release()
         processes.disconnect()
         return code
 
+    watch.start(config, step)
     if config.eval_only:
         validate()
         return leave(0)
@@ -255,11 +260,17 @@ def run_rank(argv, place, at):
     tokens_per_update = config.total_batch_size
     flops, peak = model.flops_per_token(), None
     line_time = line_step = 0  # what the next line on the console is about
-    stopping = bool(stop) and place.ranks == 1
-    while step < config.max_iters and not stopping:
+    while step < config.max_iters and not watch.here():
         step_started = time.perf_counter()
+        if count := bad.ahead.pop(samples, 0):
+            skips.append([step + 1, samples, count])
+            metrics.event(step, "passed_over", samples=[samples, count])
+            samples += count
+            continue
         losses = []
         for i, j in enumerate(sync.mine):  # this rank's micro-batches of the update's
+            if watch.here():  # every rank before the same micro-batch
+                break
             x, y = batches.batch(samples + j * config.batch_size, config.batch_size)  # (B, T) each
             if config.dropout:  # a function of what the numbers are for, never of the rank or of what was drawn before
                 torch.manual_seed(derive_seed("dropout", config.seed, step + 1, j))
@@ -270,12 +281,10 @@ def run_rank(argv, place, at):
                 (part * scale.value if scale.enabled else part).backward()
             losses.append(part.detach())
             sync.after_backward(i)  # here gradients meet, where it is not DDP's or FSDP's own doing
-            if stop and place.ranks == 1:
-                break
-        if stop and place.ranks == 1:
+        if watch.stopped:
             break  # the unfinished update is dropped
         sync.finish_gradients()
-        loss, stopping = sync.sum_losses(losses, stop)
+        loss, own_seconds = sync.sum_losses(losses)
         norm = sync.gradient_norm() / scale.value
         clip = (norm / config.grad_clip).clamp(min=1.0) if config.grad_clip else torch.ones_like(norm)
         grad_norm = norm.item()
@@ -286,20 +295,19 @@ def run_rank(argv, place, at):
         if not finite:
             optimizer.zero_grad()
             searching = scale.enabled and scale.value >= 1  # float16 finds its scale this way: nothing to worry about
-            bad_steps += not searching
             skips.append([step + 1, first, samples - first])
-            metrics.event(step, "bad_step", loss=repr(loss), grad_norm=repr(grad_norm), samples=[first, samples - first])
+            metrics.event(step, "bad_step", loss=repr(loss), grad_norm=repr(grad_norm), samples=[first, samples - first],
+                          windows=batches.order.windows(first, samples - first).tolist())
             say(f"step {step + 1:,}: loss {loss}, gradient norm {grad_norm}: update skipped"
                 + (f", loss scale now {scale.value:g}" if scale.enabled else ""))
-            if bad_steps > config.max_bad_steps:
-                say(f"error: {bad_steps} updates in a row were not finite; the last checkpoint before them is intact")
+            if bad.skip(first, samples - first, counts=not searching) and not go_back(f"{bad.in_row} updates in a row were not finite"):
                 return leave(EXIT_FAILED)
             continue
         lr = learning_rate(config, step + 1)
         optimizer.step(lr, clip * scale.value)
         optimizer.zero_grad()
-        step, bad_steps = step + 1, 0
-        at["step"] = step
+        step, bad.in_row = step + 1, 0
+        watch.step = step
 
         seconds = time.perf_counter() - step_started
         rate = tokens_per_update / seconds
@@ -318,25 +326,35 @@ def run_rank(argv, place, at):
         if peak is None:  # not before the first update: a CPU's is measured
             peak = peak_flops(device, precision.dtype) * place.ranks
 
+        for rank, times in slow.note(own_seconds):
+            metrics.event(step, "slow_rank", rank=rank, host=place.hosts[rank], times_median=round(times, 2))
+            say(f"warning: rank {rank} on {place.hosts[rank]} takes {times:.1f} times as long as the median rank for its own work, "
+                f"{slow.STEPS} updates in a row: the others wait for it")
         if config.check_replicas_interval and step % config.check_replicas_interval == 0:
             sync.check_replicas()
-        with processes.unhurried(place, config):
-            if step % config.save_interval == 0 or last:
-                save()
+        with watch.unhurried():
+            if (step % config.save_interval == 0 or last) and not save(last):
+                if not go_back("the weights are not finite"):
+                    return leave(EXIT_FAILED)
+                continue
             if config.eval_interval and (step % config.eval_interval == 0 or last):
                 validate()
-            if config.sample_tokens and not stopping and (config.sample_interval and step % config.sample_interval == 0 or last):
+            if config.sample_tokens and not watch.stopped and (config.sample_interval and step % config.sample_interval == 0 or last):
                 show_sample()
 
     # ------------------------------------------------------------------ the end
-    stopping = stopping or bool(stop) and place.ranks == 1
-    if stopping:
-        say(f"{stop.name or 'a signal to another rank'}: saving update {step:,} and leaving")
-        metrics.event(step, "signal", signal=stop.name)
     processes.set_timeout(place, processes.WORK_SECONDS)
-    save()
+    if watch.stopped:
+        say(f"{watch.reason}: saving update {step:,} and leaving")
+        metrics.event(step, "signal", signal=watch.reason)
+        if watch.reason in recovery.FOR_GOOD:
+            recovery.mark_ended(EXIT_SIGNAL)
+    with place.agreement():
+        saver.wait()  # also for what a save in the background ran into
+    if not save(last=True):
+        say(f"the weights are not finite and are not saved; the last checkpoint is that of update {saver.step or 0:,}")
     leave(0)
-    if stopping:
+    if watch.stopped:
         return EXIT_SIGNAL
     say(f"done: {step:,} updates, {short_number(samples * config.block_size)} tokens, {short_time(time.time() - started)} since the "
         f"start; {run}/ has the curve (loss.png, metrics.jsonl) and the checkpoints")

@@ -90,39 +90,39 @@ def bytes_needed(model):
     return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def save(run, place, model, optimizer, state, tokenizer=None):
-    """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns the folder.
+def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda: None):
+    """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns (folder, bytes).
 
-    Every rank of an FSDP run calls it and writes the rows it holds; of others rank 0 writes all. UserError on every rank where a
-    disk is full; what was there before is then untouched and nothing partial is left.
+    tensors: {"model": {name: tensor}, "optimizer": {...}}, this rank's rows; ranks that do not write may give none. All ranks call it.
+    Every rank of an FSDP run writes the rows it holds; of others rank 0 writes all. UserError on every rank where a disk is full; what
+    was there before is then untouched and nothing partial is left. before_rename() is called on rank 0 once all else is on the disk.
     """
     final = step_folder(run, state["step"])
     partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
-    writers = place.shards  # replicas hold the same rows: the first one writes
-    named = dict(model.named_parameters())
     try:
         with place.agreement():
             if place.speaks:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.makedirs(partial)
         with place.agreement(), full_disk_told(final, bytes_needed(model)):
-            if place.rank < writers:
-                write_part(partial, place.rank, writers, {"model": named, "optimizer": optimizer.state()}, named)
+            if place.writes:
+                write_part(partial, place, tensors, dict(model.named_parameters()))
+        size = 0
         with place.agreement(), full_disk_told(final, bytes_needed(model)):
             if place.speaks:
                 if tokenizer:
                     tokenizer.save(partial)
-                finish(partial, final, writers, state)
+                size = finish(partial, final, place.shards, state, before_rename)
     except UserError:
         if place.speaks:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    return final
+    return final, size
 
 
-def write_part(partial, rank, writers, parts, parameters):
+def write_part(partial, place, parts, parameters):
     """Writes one rank's rows, and what is in them as part_<rank>.json for the manifest."""
-    files, index = {}, {}
+    files, index, rank, writers = {}, {}, place.rank, place.shards
     for part, tensors in parts.items():
         file = f"{part}.safetensors" if writers == 1 else f"{part}_{rank:05d}_of_{writers:05d}.safetensors"
         index[part], here = {}, {}
@@ -131,14 +131,14 @@ def write_part(partial, rank, writers, parts, parameters):
             first, behind = row_range(p)
             index[part][name] = {"shape": list(p.shape), "pieces": []}
             if behind > first:
-                here[name] = local(t)
-                index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(here[name].shape)}]
+                here[name] = t
+                index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(t.shape)}]
         files[file] = write_safetensors(os.path.join(partial, file), here)
     write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
 
 
-def finish(partial, final, writers, state):
-    """Joins what the ranks wrote into one manifest and gives the folder its name."""
+def finish(partial, final, writers, state, before_rename):
+    """Joins what the ranks wrote into one manifest and gives the folder its name; returns the bytes in it."""
     files, index = {}, {}
     for rank in range(writers):
         path = os.path.join(partial, f"part_{rank:05d}.json")
@@ -152,8 +152,10 @@ def finish(partial, final, writers, state):
     manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
     write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
     sync_folder(partial)
+    before_rename()
     os.rename(partial, final)
     sync_folder(os.path.dirname(final))
+    return sum(f["bytes"] for f in files.values())
 
 
 def mark_best(run, step):

@@ -83,7 +83,6 @@ class Config:
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0  # 0: no clipping
-    max_bad_steps: int = 3  # updates in a row that may be skipped for a gradient that is not finite, before stopping
 
     # the scale: how the processes that torchrun starts share the work
     parallel: str = "auto"  # auto (ddp under torchrun, else single) | single | ddp | fsdp
@@ -106,6 +105,13 @@ class Config:
     save_interval: int | None = None  # updates between checkpoints (default: eval_interval)
     keep_last: int = 2  # checkpoints to keep (-1: all)
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this (0: none)
+
+    async_save: bool = False  # write in the background, from a copy in CPU memory
+
+    # recovery
+    max_bad_steps: int = 3  # updates in a row skipped for a loss or gradient that is not finite, before going back to the last checkpoint
+    watchdog_seconds: int = 600  # without a sign of life of the loop, before all ranks print their stacks and end (0: never)
+    time_limit: float = 0.0  # seconds after which the run saves and leaves, counted from the start of the command (0: none)
 
     # evaluation and logs
     eval_interval: int = 2000  # updates between evaluations (0: none)
@@ -156,7 +162,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "plan": 0,
+    "collective_seconds": 1, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 

@@ -20,6 +20,10 @@ class UserError(Exception):
         self.sentences = sentences
 
 
+class Recoverable(UserError):
+    """A fault that is told as a UserError is, and that starting again from the last checkpoint may cure."""
+
+
 def is_full_disk(error):
     """True where the operating system says that no more can be written: disk, quota or file-size limit."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

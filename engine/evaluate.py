@@ -16,12 +16,12 @@ def check_split(dataset, split, block_size):
 
 
 @torch.no_grad()
-def evaluate(model, reader, tokens, batch_size, place, precision, stop=None):
+def evaluate(model, reader, tokens, batch_size, place, precision, watch):
     """Mean cross-entropy in nats a token over the first `tokens` tokens, as consecutive windows (at least one).
 
     Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. Ranks take them in turn, and one
     without a micro-batch left runs an empty one: sharded layers need it. The same number for any count of ranks.
-    None where `stop` turned true on a single process.
+    None where all ranks have been told to stop.
     """
     n_windows = max(1, min(tokens // reader.block_size, reader.n_windows))
     divisor = n_windows * reader.block_size
@@ -29,14 +29,14 @@ def evaluate(model, reader, tokens, batch_size, place, precision, stop=None):
     model.eval()
     losses = []
     for i in range(place.rank, -(-n_batches // place.ranks) * place.ranks, place.ranks):
+        if watch.here():
+            return None
         x, y = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)))
         if short := batch_size - len(x):
             x = torch.cat((x, x.new_zeros(short, x.size(1))))
             y = torch.cat((y, y.new_full((short, y.size(1)), IGNORE)))
         with precision.context(place.device.type):
             losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor))
-        if stop and place.ranks == 1:
-            return None
     losses = torch.stack(losses)
     if place.ranks > 1:
         losses = all_gather(losses).t().flatten()[:n_batches]  # (ranks, each) -> in the order of the windows

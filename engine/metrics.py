@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 
 import torch
@@ -60,10 +61,17 @@ class Metrics:
         A rank that is not active writes nothing.
         """
         self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
+        self.wandb, self.file, self.lock = None, None, threading.Lock()  # a save in the background writes its line too
+        self.go_back(step)
+
+    def go_back(self, step):
+        """Cuts off what lies beyond `step`: it comes again."""
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
-        self.tokens, self.wandb, self.val_steps = 0, None, set()
-        if not active:
+        self.tokens, self.val_steps = 0, set()
+        if not self.active:
             return
+        if self.file:
+            self.file.close()
         kept = []
         if os.path.exists(self.path):
             with open(self.path, encoding="utf-8", errors="replace") as f:
@@ -77,6 +85,8 @@ class Metrics:
                         continue  # torn by a crash, or nothing that was written here
         with open(self.path + ".tmp", "w", encoding="utf-8") as f:
             f.writelines(kept)
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", encoding="utf-8")
 
@@ -85,8 +95,9 @@ class Metrics:
         if not self.active:
             return
         record = {"kind": kind, "step": step, **values}
-        self.file.write(json.dumps(record) + "\n")
-        self._remember(record)
+        with self.lock:
+            self.file.write(json.dumps(record) + "\n")
+            self._remember(record)
         if self.wandb and kind != "event":
             prefix = "train" if kind == "train" else kind
             self.wandb.log({f"{prefix}/{k}": v for k, v in values.items() if v is not None}, step=step)
@@ -97,7 +108,14 @@ class Metrics:
 
     def flush(self):
         if self.active:
-            self.file.flush()
+            with self.lock:
+                self.file.flush()
+
+    def sync(self):
+        """Puts all lines on the disk: a checkpoint's steps stand in the log before it is complete."""
+        self.flush()
+        if self.active:
+            os.fsync(self.file.fileno())
 
     def _remember(self, record):
         if record["kind"] == "train":

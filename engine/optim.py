@@ -58,6 +58,10 @@ class AdamW:
         for p in self.parameters.values():
             p.grad = None
 
+    def reset(self):
+        """As before the first update."""
+        self.moments, self.updates = {}, 0
+
     def state(self):
         """Name -> this rank's tensor of everything but the number of updates, for checkpoints: <parameter>.exp_avg and .exp_avg_sq."""
         self.make_state()
@@ -122,6 +126,11 @@ class Muon:
             for _, p in found:
                 p.grad = None
 
+    def reset(self):
+        """As before the first update."""
+        self.adamw.reset()
+        self.momentum = {}
+
     def state(self):
         """AdamW's state, and <parameter>.momentum of each matrix."""
         self.make_state()
@@ -157,7 +166,11 @@ class LossScale:
     GROWTH_INTERVAL = 2000
 
     def __init__(self, enabled):
-        self.value, self.good_steps, self.enabled = 2.0**16 if enabled else 1.0, 0, enabled
+        self.enabled = enabled
+        self.reset()
+
+    def reset(self):
+        self.value, self.good_steps = 2.0**16 if self.enabled else 1.0, 0
 
     def update(self, finite):
         if not self.enabled:

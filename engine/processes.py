@@ -42,12 +42,18 @@ class Place:
     device: Any = None
     mesh: Any = None
     host: str = field(default_factory=socket.gethostname)
+    hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
     def shards(self):
         return self.ranks // self.replicas if self.layout == "fsdp" else 1
+
+    @property
+    def writes(self):
+        """Whether this rank writes to checkpoints: replicas hold the same rows, the first one's ranks write."""
+        return self.rank < self.shards
 
     @property
     def speaks(self):
@@ -75,7 +81,22 @@ class Place:
         key = f"first/{self.agreements}"
         if self.speaks:
             self.store.set(key, json.dumps(value))
+        elif not self.wait_for(key, WORK_SECONDS):
+            raise UserError(f"after {WORK_SECONDS} s rank 0 of {self.ranks} had not come as far as rank {self.rank}: look at its own log")
         return json.loads(self.store.get(key))
+
+    def wait_for(self, key, seconds):
+        """Whether a key appears in the store within so many seconds. A second at a time: Python sees no signal inside the store's wait."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait([key], datetime.timedelta(seconds=min(1, left)))
+                return True
+        return self.store.check([key])
+
+    def own_store(self, name):
+        """A connection to the store for another thread, with keys of its own: a wait in one holds up whoever shares it. None alone."""
+        return self.store and dist.PrefixStore(name, self.store.clone())
 
     @contextlib.contextmanager
     def agreement(self):
@@ -92,19 +113,17 @@ class Place:
         self.agreements += 1
         found = self.tell_all(f"agreement/{self.agreements}", sentences)
         self.patience = WORK_SECONDS
-        self.store.set_timeout(datetime.timedelta(seconds=WORK_SECONDS))
         if any(found):
             raise UserError(*dict.fromkeys(s for rank in found for s in rank))
 
     def tell_all(self, key, value):
         """Every rank's value (JSON-able), in rank order, through the store; UserError that names ranks that did not come."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        found, missing, deadline = [], [], time.time() + self.patience
+        found, missing, deadline = [], [], time.monotonic() + self.patience
         for rank in range(self.ranks):
-            try:
-                self.store.wait([f"{key}/{rank}"], datetime.timedelta(seconds=max(1, deadline - time.time())))
+            if self.wait_for(f"{key}/{rank}", max(1, deadline - time.monotonic())):
                 found.append(json.loads(self.store.get(f"{key}/{rank}")))
-            except dist.DistStoreError:
+            else:
                 missing.append(rank)
         if missing:
             raise UserError(f"after {self.patience} s rank {', '.join(map(str, missing))} of {self.ranks} had not come as far as rank {self.rank}: "
@@ -145,6 +164,8 @@ def choose_layout(place, config):
     if problems:
         raise UserError(*problems)
     place.layout, place.replicas = layout, config.dp_replicate
+
+
 def choose_device(requested):
     """The torch.device for `requested` (auto | cpu | cuda | cuda:N | mps); auto takes the fastest there is."""
     if requested == "auto":
@@ -251,6 +272,7 @@ def compare_ranks(place, config, data_fingerprint):
             with open(path, "rb") as f:
                 digest.update(f.read())
     said = place.tell_all("settings", {"settings": settings, "code": digest.hexdigest(), "data": data_fingerprint, "host": place.host})
+    place.hosts = [other["host"] for other in said]
     first, problems = said[0], []
     for rank, other in enumerate(said):
         where = f"rank {rank} on {other['host']}"
@@ -327,14 +349,6 @@ def set_timeout(place, seconds):
     groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else [])
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-
-@contextlib.contextmanager
-def unhurried(place, config):
-    """Around what one rank may do while the others wait: saving, evaluation, sample texts."""
-    set_timeout(place, WORK_SECONDS)
-    yield
-    set_timeout(place, config.collective_seconds)
 
 
 def disconnect():

@@ -1,98 +1,138 @@
-"""Failure recovery: a run that is told to stop, a rank that fails, faults told once, and two jobs kept off one folder.
+"""Failure recovery: a rank that fails, faults told once, jobs that have ended for good, bad steps, slow ranks, and two jobs kept off one
+folder. (watch.py: signals and hangs.)
 
-Imports nothing heavy: a restarted worker whose fault has been told is gone before torch is loaded.
+Imports nothing heavy: a restarted worker of a job that has ended is gone before torch is loaded.
 """
 
 import contextlib
 import datetime
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
 
-from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, UserError, full_disk_told, tell
+from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_SIGNAL, Recoverable, UserError, full_disk_told, tell
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-
-class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask the loop to save and leave; a second SIGINT leaves at once."""
-
-    def __init__(self):
-        self.name = None
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self._note)
-
-    def _note(self, number, frame):
-        if self.name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-
-    def __bool__(self):
-        return self.name is not None
+STARTED = time.monotonic()
+# Stops after which torchrun's restarts leave at once. Not SIGTERM: torchrun sends it when machines come and go, and starts again.
+FOR_GOOD = ("SIGINT", "SIGUSR1", "time_limit")
 
 
-def fault_mark():
-    """A file that says that this torchrun's job has told its fault: torchrun starts the workers again, they need not say it again.
+class Stopped(BaseException):
+    """A signal, by its name, before the first update: there is nothing to save. No Exception, so that no handler takes it for a fault."""
+
+
+def parent_started():
+    """When torchrun, the parent process, was started, in clock ticks since boot; "" where the system does not say."""
+    try:
+        with open(f"/proc/{os.getppid()}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return ""
+
+
+def job_seconds():
+    """Seconds since the command was started: torchrun's, where there is one, so that restarts count in."""
+    ticks = parent_started() if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    if not ticks:
+        return time.monotonic() - STARTED
+    with open("/proc/uptime") as f:
+        return float(f.read().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def job_mark():
+    """A file that says that this torchrun's job has ended for good: torchrun starts the workers again, and they leave at once.
     None where there is no torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    # process ids come again, start times do not
+    return os.path.join(tempfile.gettempdir(), f"boringgpt-{os.getuid()}-{os.getppid()}-{parent_started()}.ended")
+
+
+def mark_ended(code):
+    """Lets the workers that torchrun may start again leave with this code: a restart would not cure, or nobody wants one."""
+    mark = job_mark()
+    if mark and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):  # else nobody comes after this
+        with contextlib.suppress(OSError), open(mark, "x") as f:
+            f.write(str(code))
+
+
+def leave_if_ended():
+    """Ends a worker that torchrun has started again after the job has ended for good."""
+    mark, restarts = job_mark(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if mark is None or restarts == "0":
+        return
     try:
-        with open(f"/proc/{os.getppid()}/stat") as f:
-            started = f.read().rsplit(")", 1)[1].split()[19]  # process ids come again, start times do not
-    except OSError:
-        started = ""
-    return os.path.join(tempfile.gettempdir(), f"boringgpt-{os.getuid()}-{os.getppid()}-{started}.fault")
-
-
-def leave_if_told():
-    """Ends a worker that torchrun has started again after a fault of configuration, which a restart cannot cure."""
-    mark = fault_mark()
-    if mark and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.path.exists(mark):
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ.get("TORCHELASTIC_MAX_RESTARTS") and os.environ.get("LOCAL_RANK") == "0":
-            with contextlib.suppress(OSError):
-                os.unlink(mark)
-        os._exit(EXIT_BAD_INPUT)
+        with open(mark) as f:
+            if os.fstat(f.fileno()).st_uid != os.getuid():
+                return  # somebody else's
+            code = int(f.read() or EXIT_BAD_INPUT)
+    except (OSError, ValueError):
+        return
+    if restarts == os.environ.get("TORCHELASTIC_MAX_RESTARTS") and os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            os.unlink(mark)  # nobody comes after these
+    os._exit(code)
 
 
 @contextlib.contextmanager
-def told_once(place, where):
+def told_once(place, watch):
     """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
-    without collectives, since the others may wait in one. where() says what it was at, such as "step 3"."""
+    without collectives, since the others may wait in one."""
     try:
         with full_disk_told():
             yield
+    except Stopped as stopped:
+        if first_to(place, "stopped"):
+            print(f"{stopped}: leaving; nothing has been trained since the start", flush=True)
+        end_process(place, EXIT_SIGNAL, for_good=str(stopped) in FOR_GOOD)
     except UserError as error:
         if place.store is None:
             raise
-        if mark := fault_mark():
-            with contextlib.suppress(OSError), open(mark, "x"):
-                pass
         if place.speaks:
             tell(error)
         with contextlib.suppress(Exception):  # torchrun ends all ranks once one has left: rank 0 must have spoken by then
             if place.speaks:
                 place.store.set("told", "1")
             place.store.wait(["told"], datetime.timedelta(seconds=10))
-        os._exit(EXIT_BAD_INPUT)
+        end_process(place, EXIT_BAD_INPUT, for_good=not isinstance(error, Recoverable))
     except BaseException as error:
         if place.store is None or isinstance(error, SystemExit):
             raise
-        first = True
-        with contextlib.suppress(Exception):  # the store may have died with its host
-            first = place.store.add("failed", 1) == 1
-        if first:
-            lines = f"error: rank {place.rank} on {place.host} failed at {where()}:\n{traceback.format_exc()}"
-            os.write(sys.stderr.fileno(), lines.encode())  # one write: other ranks' lines do not come in between
-        os._exit(EXIT_FAILED)
+        if first_to(place, "failed"):
+            # one write: other ranks' lines do not come in between
+            write_error(f"error: rank {place.rank} on {place.host} failed at step {watch.step + 1}:\n{traceback.format_exc()}")
+        end_process(place, EXIT_FAILED)
+
+
+def first_to(place, what):
+    """Whether this rank is the first of all to come here."""
+    try:
+        return place.store is None or place.store.add(what, 1) == 1
+    except Exception:  # the store may have died with its host
+        return True
+
+
+def write_error(text):
+    sys.stdout.flush()
+    os.write(sys.stderr.fileno(), text.encode())
+
+
+def end_process(place, code, for_good=False):
+    """Leaves at once, whatever other threads are at; for_good: what torchrun starts again leaves too."""
+    if for_good:
+        mark_ended(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -103,6 +143,46 @@ def usable(run):
             yield
     except OSError as error:
         raise UserError(f"out_dir={run} cannot be used: {error.strerror}: {error.filename}; give another --out_dir, or move what is in the way") from error
+
+
+class BadSteps:
+    """Updates whose loss or gradient norm is not finite. Each is skipped; after `most` in a row the run goes back to its last
+    checkpoint, in case the state is what is broken, and passes over their samples on the way; bad again before the next checkpoint,
+    and it ends."""
+
+    def __init__(self, most):
+        self.most, self.in_row = most, 0
+        self.found, self.ahead = {}, {}  # first sample -> samples: met, and to pass over
+        self.went_back_to = None
+
+    def skip(self, first, count, counts):
+        """Notes a bad update; `counts` is False where float16 is only looking for its loss scale. True where it is one too many."""
+        self.found[first] = count
+        self.in_row += counts
+        return self.in_row >= self.most
+
+    def go_back(self, step, samples):
+        """The run is at the checkpoint of `step` again, its next sample is `samples`. False where it has been sent there before."""
+        again = self.went_back_to == step
+        self.went_back_to, self.in_row = step, 0
+        self.ahead = {first: count for first, count in self.found.items() if first >= samples}
+        return not again
+
+
+class SlowRanks:
+    """Names a rank whose own work takes longer than MARGIN times the median rank's for STEPS updates in a row: the others wait for it."""
+
+    MARGIN, STEPS, LEAST_SECONDS = 1.25, 20, 0.002
+
+    def __init__(self):
+        self.rows = {}  # rank -> updates in a row
+
+    def note(self, seconds):
+        """seconds: each rank's own work of an update. [(rank, times the median)] of ranks to name now."""
+        median = sorted(seconds)[(len(seconds) - 1) // 2]
+        slow = {r for r, s in enumerate(seconds) if s > self.MARGIN * median and s - median > self.LEAST_SECONDS}
+        self.rows = {r: self.rows.get(r, 0) + 1 for r in slow}
+        return [(r, seconds[r] / median) for r in sorted(slow) if self.rows[r] == self.STEPS]
 
 
 class RunLock:

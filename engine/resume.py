@@ -1,4 +1,4 @@
-"""What a start goes on from: the newest checkpoint of its folder, one that was asked for, or other weights; and whether it may.
+"""What a start goes on from: the newest checkpoint of its folder, one that was asked for, or other weights; whether it may; and its values.
 
 A change of the architecture or the tokenizer stops a run that goes on, a change of what draws the curve stops it unless
 --allow_change is given, and everything else is free.
@@ -10,6 +10,7 @@ import shutil
 from engine import checkpoint as ckpt
 from engine.config import ARCHITECTURE, CURVE
 from engine.errors import UserError
+from engine.families import with_new_rows
 
 
 def find_resumable(run, config, say):
@@ -27,6 +28,40 @@ def find_resumable(run, config, say):
     if newest and newest.step >= config.resume_step and newest.manifest["config"].get("resume_step") == config.resume_step:
         return newest  # the same command again: it has gone back already
     return ckpt.newest_complete(run, say, config.resume_step)
+
+
+def share(place, checkpoint):
+    """Rank 0's Checkpoint, or None, on every rank; their machines need not see its folder."""
+    found = place.from_first(checkpoint and {"path": checkpoint.path, "manifest": checkpoint.manifest})
+    return checkpoint or found and ckpt.Checkpoint(**found)
+
+
+def load_values(place, model, optimizer, scale, config, resumed, weights):
+    """Gives model, optimizer and loss scale the values that a run starts from: a checkpoint's, other weights' or first ones.
+
+    Returns (updates made, samples seen, [[step, first sample, samples] of each update passed over]).
+    """
+    parameters = dict(model.named_parameters())
+    if resumed:
+        send, saved = place.layout == "ddp", resumed.manifest  # rank 0's machine may have the run's folder alone: it reads and sends
+        ckpt.fill(place, parameters, parameters, resumed.sources("model"), resumed.path, send)
+        ckpt.fill(place, parameters, optimizer.state(), resumed.sources("optimizer"), resumed.path, send)
+        optimizer.updates = saved["optimizer_updates"]
+        scale.load(saved["loss_scale"])
+        return resumed.step, resumed.samples, list(saved["skips"])
+    optimizer.reset()
+    scale.reset()
+    if weights:
+        sources, had = weights.sources, weights.model_config.vocab_size
+        if config.vocab_size > had:
+            sources = with_new_rows(sources, had, model.first_values(config.seed))
+        ckpt.fill(place, parameters, parameters, sources, weights.path)
+        if weights.checkpoint and config.init_optimizer:
+            ckpt.fill(place, parameters, optimizer.state(), weights.checkpoint.sources("optimizer"), weights.path)
+            optimizer.updates = weights.checkpoint.manifest["optimizer_updates"]
+    else:
+        ckpt.fill(place, parameters, parameters, model.first_values(config.seed), "the first values")
+    return 0, 0, []
 
 
 def tell_architecture(config, found, where, say):

@@ -9,11 +9,12 @@ leaves, so that a subtree is summed where it lies and ranks exchange only subtre
 
 import contextlib
 import hashlib
+import time
 
 import torch
 import torch.distributed as dist
 
-from engine.errors import UserError
+from engine.errors import Recoverable
 
 
 def local(t):
@@ -118,6 +119,7 @@ class Sync:
         self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" else 1
         self.mine = split_micro_batches(config.micro_batches, self.ranks, place.rank, self.run)
         self.inner, self.outer = TreeSum(), TreeSum()
+        self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -139,6 +141,8 @@ class Sync:
 
     def micro_step(self, i):
         """The context of this rank's i-th forward and backward of an update: gradients meet in the last one only."""
+        if i == 0:
+            self.own.start_update()
         if self.layout == "fsdp" and self.place.replicas > 1 and not self.deterministic:
             self.plain.set_requires_all_reduce(i == len(self.mine) - 1)  # replicas meet once an update: 1/32 of the network for 32 micro-batches
         if self.model is not self.plain and i < len(self.mine) - 1:
@@ -147,6 +151,7 @@ class Sync:
 
     def after_backward(self, i):
         """Deterministic: moves the micro-batch's gradients from the parameters into the tree."""
+        self.own.start_piece()
         if not self.deterministic:
             return
         gradients = [local(p.grad) for p in self.parameters]
@@ -168,18 +173,25 @@ class Sync:
 
     # ---- sums over all ranks
 
-    def sum_losses(self, losses, stop):
-        """(The sum of all micro-batches' losses over all ranks, whether any rank was told to stop); `losses` are this rank's, in the
-        order of `mine`. One small all-gather, in tree order."""
-        parts = torch.stack([*losses, losses[0].new_tensor(float(bool(stop)))])
+    def sum_losses(self, losses):
+        """(The sum of all micro-batches' losses over all ranks, each rank's seconds of own work); `losses` are this rank's, in the order
+        of `mine`. One small all-gather, in tree order."""
         if self.ranks == 1:
-            return tree_sum(list(parts[:-1])).item(), bool(parts[-1])
-        gathered = all_gather(parts).cpu()  # (ranks, each + 1)
+            return tree_sum(losses).item(), [self.own.seconds()]
+        parts = torch.stack(losses)
+        gathered = all_gather(torch.cat((parts, parts.new_tensor([self.own.seconds()])))).cpu()  # (ranks, each + 1)
         count = gathered[:, :-1].numel()
         ordered = torch.empty(count)
         for rank, row in enumerate(gathered[:, :-1]):
             ordered[split_micro_batches(count, self.ranks, rank, self.run)] = row
-        return tree_sum(list(ordered)).item(), bool(gathered[:, -1].any())
+        return tree_sum(list(ordered)).item(), gathered[:, -1].tolist()
+
+    @torch.no_grad()
+    def all_finite(self, tensors):
+        """Whether every number in every rank's list of tensors is finite, on every rank."""
+        largest = torch._foreach_norm([t for t in tensors if t.numel()], torch.inf)
+        finite = torch.stack([n.to(self.place.device).float() for n in largest] or [torch.zeros((), device=self.place.device)]).isfinite().all()
+        return bool(all_gather(finite.float()).all() if self.ranks > 1 else finite)
 
     @torch.no_grad()
     def gradient_norm(self):
@@ -197,9 +209,8 @@ class Sync:
             rows = gather_rows(rows, self.parameters, self.place.shard_group)
         return fold(torch.cat(rows)).sqrt().float()
 
-
     def check_replicas(self):
-        """UserError that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
+        """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
         if self.place.ranks == self.place.shards:
             return  # no two ranks hold the same
         digest = hashlib.sha256()
@@ -214,8 +225,55 @@ class Sync:
             usual = max(held, key=held.count)
             wrong += [i * shards + shard for i, h in enumerate(held) if h != usual]
         if wrong:
-            raise UserError(f"the parameters of rank {', '.join(map(str, sorted(wrong)))} are not those of its replicas any more: broken memory or a "
+            raise Recoverable(f"the parameters of rank {', '.join(map(str, sorted(wrong)))} are not those of its replicas any more: broken memory or a "
                             "bug; the checkpoints before this step are of the ranks that agreed")
+
+
+class OwnWork:
+    """How long a rank works by itself in an update: reading batches and the forward passes, but for what FSDP waits for in them. A rank
+    that is slow shows here; in the rest of a step all wait for it alike.
+
+    waits: where a layer's parameters are gathered before it, that is subtracted (inside a compiled block it cannot be seen).
+    """
+
+    def __init__(self, model, place, waits):
+        self.cuda, self.pieces, self.started = place.device.type == "cuda", [], None
+        if place.ranks == 1:
+            return  # nobody to be compared with
+        model.register_forward_hook(lambda *_: self.note(self.started, self.mark()))
+        for module in [model, *[block.attn.q for block in model.blocks]] if waits else []:  # the first of each group that is gathered
+            module.register_forward_pre_hook(self.before_waiting, prepend=True)
+            module.register_forward_pre_hook(self.after_waiting)
+
+    def mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start_update(self):
+        self.pieces = []
+        self.start_piece()
+
+    def start_piece(self):
+        self.started = self.mark()
+
+    def note(self, start, end, sign=1):
+        if start is not None and torch.is_grad_enabled():
+            self.pieces.append((sign, start, end))
+
+    def before_waiting(self, *_):
+        self.waiting = self.mark()
+
+    def after_waiting(self, *_):
+        self.note(self.waiting, self.mark(), sign=-1)
+
+    def seconds(self):
+        """Of the update's pieces so far; on CUDA only once the last of them is over."""
+        if self.cuda and self.pieces:
+            self.pieces[-1][2].synchronize()
+        return sum(sign * (start.elapsed_time(end) / 1e3 if self.cuda else end - start) for sign, start, end in self.pieces)
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ def uneven_labels(folder):
             losses.append(loss.detach())
             sync.after_backward(i)
         sync.finish_gradients()
-        total, _ = sync.sum_losses(losses, False)
+        total, _ = sync.sum_losses(losses)
         gradients = {n: (p.grad.full_tensor() if parallel == "fsdp" else p.grad) for n, p in model.named_parameters()}
         torch.save({"loss": total, "norm": sync.gradient_norm().item(), "gradients": gradients}, os.path.join(folder, f"{parallel}-{place.ranks}-{place.rank}.pt"))
 
