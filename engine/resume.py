@@ -100,7 +100,7 @@ def take_architecture(config, model, where):
         asked, found = getattr(config, key), getattr(model, key)
         if key == "block_size" and key in config.given and (asked < found or model.pos == "rope"):
             if asked > found:
-                sentences.append(f"block_size={asked} is longer than the {found} tokens that {where} was trained on: what it makes of later ones it has to learn")
+                sentences.append(f"block_size={asked} is longer than the {found} tokens that {where} was trained on: it has yet to learn the positions beyond")
             continue
         if key == "vocab_size" and asked is not None and asked > found and config.resize_vocab:
             sentences.append(f"rows {found} to {asked - 1} of the vocabulary are new to {where} and start from first values")

@@ -2,13 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import zoo
-from conftest import ASSETS, records, run_script, some_text, torchrun, train, TINY, as_args
+from conftest import ASSETS, ROOT, records, run_script, some_text, torchrun, train, TINY, as_args
 from data.shards import TokenDataset
 from data.tokenizers import byte_tokenizer, char_tokenizer, load_tokenizer
 from engine import export as exporting
@@ -19,7 +21,8 @@ from model import GPT, ModelConfig
 from sample import load_model
 from test_families import CPU, tokens
 
-TEXTS = ["def f(x):\n\treturn x + 1\n", "", " ", "héllo ✓ 你好 👩‍👩‍👧 e\u0301\r\n\0 ", "it's  12345   \n\n  #don't", "<|endofte", "\ufffd\u2028\x85"]
+TEXTS = ["def f(x):\n\treturn x + 1\n", "", " ", "héllo ✓ 你好 👩‍👩‍👧 e\u0301\r\n\0 ", "it's  12345   \n\n  #don't",
+         "<|endofte", "\ufffd\u2028\x85"]
 
 
 def load(folder):
@@ -117,6 +120,41 @@ def test_memory_is_that_of_one_tensor(tmp_path, monkeypatch):
 
     weights.sources = {n: (shape, counted(read)) for n, (shape, read) in weights.sources.items()}
     export(weights, None, tmp_path / "out", quiet)
+
+
+def test_an_export_of_a_large_model_takes_the_memory_of_a_small_one(tmp_path):
+    """126 MB of weights through a process that has 40 MB for them, pages of mapped files included."""
+    config = ModelConfig(block_size=16, vocab_size=257, n_layer=10, n_head=8, n_embd=512, bias=False)
+    with torch.device("meta"):
+        first_values = GPT(config).first_values(0)
+    export(Weights("random", config, first_values, None), None, tmp_path / "a", quiet)
+    code = """
+import resource, sys
+from engine.export import export
+from engine.families import open_weights
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+export(open_weights(sys.argv[1]), None, sys.argv[2], lambda sentence: None)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a", tmp_path / "b"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a" / "model.safetensors").stat().st_size > 120e6 and float(done.stdout) < 40
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_the_vocabulary_grows_to_the_datas(data, tmp_path):
+    """Weights of 100 tokens, data of 257, asked for: the first 100 rows are those of the weights."""
+    model, weights = made(vocab_size=100, norm="rmsnorm", pos="rope", mlp="swiglu", bias=False, tie_embeddings=False)
+    export(weights, None, tmp_path / "small", quiet)
+    settings = [f"--{k}={v}" for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd")]
+    for extra, code in (([], 2), (["--resize_vocab"], 0)):
+        result = run_script("train.py", "tests/empty_config.py", *settings, f"--init_from={tmp_path / 'small'}", f"--dataset={data}",
+                            "--max_iters=0", *extra,
+                            f"--out_dir={tmp_path / 'run'}")
+        assert result.code == code and len(result.errors) == (code > 0), result.err
+    sources = open_weights(str(tmp_path / "run")).sources
+    assert torch.equal(sources["head.weight"][1](slice(0, 100)), model.head.weight[:100]) and sources["head.weight"][0][0] == 320
 
 
 def test_a_dtype_may_be_asked_for(tmp_path):

@@ -154,7 +154,8 @@ def test_a_configuration_that_is_not_computed_is_refused_by_name(qwen2, settings
 
 
 @pytest.mark.parametrize("name, settings, words", [
-    ("gpt2", dict(activation_function="relu"), "activation_function='relu'"), ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", dict(activation_function="relu"), "activation_function='relu'"),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
     ("gpt2", dict(add_cross_attention=True), "add_cross_attention"), ("gpt2", dict(is_encoder_decoder=True), "is_encoder_decoder"),
     ("mistral", dict(sliding_window=64), "sliding_window=64"), ("mistral", dict(sliding_window=...), "sliding_window=4096"),
     ("mistral", dict(attention_bias=True), "attention_bias"), ("llama2", dict(sliding_window=64), "sliding_window=64"),
@@ -167,7 +168,8 @@ def test_each_family_refuses_what_it_does_not_compute(saved, tmp_path, name, set
 
 def test_what_changes_nothing_is_passed_over(qwen2):
     before = open_weights(str(qwen2)).model_config
-    change(qwen2, use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None, num_experts=None, use_mrope=False, torch_dtype="bfloat16",
+    change(qwen2, use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None, num_experts=None, use_mrope=False,
+           torch_dtype="bfloat16",
            _attn_implementation_autoset=True, temperature=0.7, **{"transformers.js_config": {"x": 1}})
     assert open_weights(str(qwen2)).model_config == before
     change(qwen2, use_sliding_window=True, max_window_layers=3)  # the window begins at a layer that is not there
@@ -227,7 +229,8 @@ def test_an_index_must_go_with_its_files(saved, tmp_path):
 
 def test_sentences_reach_the_user_with_exit_code_2(qwen2, data, tmp_path):
     change(qwen2, hidden_act="gelu")
-    for command in (["sample.py", f"--init_from={qwen2}"], ["train.py", "tests/empty_config.py", f"--init_from={qwen2}", f"--dataset={data}", f"--out_dir={tmp_path / 'run'}"],
+    for command in (["sample.py", f"--init_from={qwen2}"], ["train.py", "tests/empty_config.py", f"--init_from={qwen2}", f"--dataset={data}",
+                                                            f"--out_dir={tmp_path / 'run'}"],
                     ["sample.py", f"--init_from={qwen2}", f"--export={tmp_path / 'out'}"]):
         result = run_script(*command)
         assert result.code == 2 and len(result.errors) == 1 and "hidden_act" in result.errors[0] and "Traceback" not in result.err, result.err
@@ -271,7 +274,8 @@ def test_tied_heads_stay_tied_and_the_table_keeps_its_size_through_training(save
     before = open_weights(str(saved("qwen2")[1])).sources["wte.weight"][1](slice(None))
     after = weights.sources["wte.weight"][1](slice(0, 259))
     assert after.shape == before.shape and not torch.equal(before, after)
-    text = run_script("sample.py", f"--out_dir={tmp_path / 'run'}", "--temperature=5", "--top_k=none", "--max_new_tokens=200", "--num_samples=8", "--device=cpu")
+    text = run_script("sample.py", f"--out_dir={tmp_path / 'run'}", "--temperature=5", "--top_k=none", "--max_new_tokens=200", "--num_samples=8",
+                      "--device=cpu")
     assert text.code == 0, text.err  # an id beyond the tokenizer would be refused
 
 

@@ -64,7 +64,8 @@ def refused(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     """A Hugging Face folder in good order."""
-    config = ModelConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=16, norm="rmsnorm", pos="rope", mlp="swiglu", bias=False, mlp_hidden=32)
+    config = ModelConfig(block_size=16, vocab_size=257, n_layer=2, n_head=2, n_embd=16, norm="rmsnorm", pos="rope", mlp="swiglu", bias=False,
+                         mlp_hidden=32)
     model = GPT(config)
     model.init_weights(0)
     export(Weights("random", config, {n: (p.shape, lambda rows, p=p: p.detach()[rows]) for n, p in model.named_parameters()}, None), byte_tokenizer(),
@@ -91,7 +92,8 @@ HEADERS = {
     "truncated": safetensors({"a": entry([4], 0, 16)}, bytes(8)), "out_of_range": safetensors({"a": entry([4], 16, 32)}, bytes(16)),
     "overlapping": safetensors({"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, bytes(24)), "backwards": safetensors({"a": entry([4], 16, 0)}, bytes(16)),
     "a_hole": safetensors({"a": entry([4], 8, 24)}, bytes(24)), "shape_2_50": safetensors({"a": entry([HUGE], 0, 16)}, bytes(16)),
-    "shape_overflows": safetensors({"a": entry([1 << 33, 1 << 33], 0, 16)}, bytes(16)), "shape_is_text": safetensors({"a": entry(["4"], 0, 16)}, bytes(16)),
+    "shape_overflows": safetensors({"a": entry([1 << 33, 1 << 33], 0, 16)}, bytes(16)),
+    "shape_is_text": safetensors({"a": entry(["4"], 0, 16)}, bytes(16)),
     "shape_negative": safetensors({"a": entry([-4], 0, 16)}, bytes(16)), "no_such_dtype": safetensors({"a": entry([4], 0, 16, "OBJ")}, bytes(16)),
     "offsets_2_60": safetensors({"a": entry([4], 1 << 60, (1 << 60) + 16)}, bytes(16)), "a_pickle": pickle.dumps({"a": 1})}
 
@@ -103,7 +105,8 @@ def test_a_safetensors_file_that_lies(folder, refused, name):
 
 
 def test_a_tensor_that_agrees_with_nothing(folder, refused):
-    (folder / "model.safetensors").write_bytes(safetensors({f"model.layers.{i}.x": entry([4], 0, 16) if i == 0 else entry([0], 16, 16) for i in range(3000)}, bytes(16)))
+    header = {f"model.layers.{i}.x": entry([4], 0, 16) if i == 0 else entry([0], 16, 16) for i in range(3000)}
+    (folder / "model.safetensors").write_bytes(safetensors(header, bytes(16)))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(UserError) as caught:  # a sentence on what is missing, one on what is too much, neither without end
@@ -112,7 +115,8 @@ def test_a_tensor_that_agrees_with_nothing(folder, refused):
 
 
 @pytest.mark.parametrize("text", [
-    "[]", "3", "", "[" * DEEP, '{"a":' * DEEP, '{"model_type": ' + "[" * DEEP, '{"model_type": "llama"', "\ufeff{}", '{"model_type": ["llama"]}', '{"model_type": {}}',
+    "[]", "3", "", "[" * DEEP, '{"a":' * DEEP, '{"model_type": ' + "[" * DEEP, '{"model_type": "llama"', "\ufeff{}", '{"model_type": ["llama"]}',
+    '{"model_type": {}}',
     '{"model_type": "llama"}', "9" * 10_000, '"' + "x" * LARGEST + '"'])
 def test_a_config_json_that_is_none(folder, refused, text):
     (folder / "config.json").write_text(text)
@@ -124,9 +128,12 @@ def test_a_config_json_that_is_none(folder, refused, text):
 
 
 @pytest.mark.parametrize("key, value", [
-    ("hidden_size", HUGE), ("vocab_size", 1 << 20), ("max_position_embeddings", 1 << 40), ("head_dim", 1 << 20), ("num_hidden_layers", 10**6), ("num_attention_heads", 0),
-    ("intermediate_size", 1e3), ("hidden_size", [16]), ("rms_norm_eps", float("nan")), ("rms_norm_eps", True), ("rope_theta", float("inf")), ("rope_theta", []),
-    ("rope_scaling", "llama3"), ("rope_scaling", {"rope_type": ["llama3"]}), ("rope_scaling", {"rope_type": "llama3", "factor": "8"}), ("hidden_act", ["silu"]),
+    ("hidden_size", HUGE), ("vocab_size", 1 << 20), ("max_position_embeddings", 1 << 40), ("head_dim", 1 << 20), ("num_hidden_layers", 10**6),
+    ("num_attention_heads", 0),
+    ("intermediate_size", 1e3), ("hidden_size", [16]), ("rms_norm_eps", float("nan")), ("rms_norm_eps", True), ("rope_theta", float("inf")),
+    ("rope_theta", []),
+    ("rope_scaling", "llama3"), ("rope_scaling", {"rope_type": ["llama3"]}), ("rope_scaling", {"rope_type": "llama3", "factor": "8"}),
+    ("hidden_act", ["silu"]),
     ("tie_word_embeddings", None), ("attention_bias", [0]), ("layer_types", 3), ("new_feature", {"deep": [[[[[[[[[[1]]]]]]]]]]})])
 def test_a_config_json_with_a_wrong_value(folder, refused, key, value):
     config = json.loads((folder / "config.json").read_text())
@@ -193,8 +200,10 @@ def test_a_ckpt_pt_of_the_old_format_is_not_unpickled(tmp_path, refused):
 
 
 BOMBS = {
-    "memo": b"\x80\x02]r\xff\xff\xff\x07.", "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 31) + b".", "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
-    "text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".", "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"}.", "deep": b"\x80\x02" + b"(" * DEEP + b"l" * DEEP + b".",
+    "memo": b"\x80\x02]r\xff\xff\xff\x07.", "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 31) + b".",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".", "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"}.",
+    "deep": b"\x80\x02" + b"(" * DEEP + b"l" * DEEP + b".",
     "cut": b"\x80\x02}q\x00", "empty": b"", "digits": b"L" + b"9" * 10_000 + b"L\n.", "large": b"\x80\x02" + b"}" * LARGEST + b".",
     "laughs": b"\x80\x02]q\x00" + b"".join(b"](" + b"h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60)) + b"."}
 
@@ -208,7 +217,8 @@ def test_a_pickle_that_asks_for_memory(tmp_path, refused, name):
 
 
 def test_files_of_gigabytes_are_not_read_to_the_end(folder, tmp_path, refused):
-    for path, function in ((folder / "config.json", lambda: open_weights(str(folder))), (tmp_path / "meta.pkl", lambda: char_tokenizer_from_nanogpt(tmp_path / "meta.pkl")),
+    for path, function in ((folder / "config.json", lambda: open_weights(str(folder))),
+                           (tmp_path / "meta.pkl", lambda: char_tokenizer_from_nanogpt(tmp_path / "meta.pkl")),
                            (tmp_path / "meta.json", lambda: TokenDataset(str(tmp_path), "train"))):
         path.touch()
         os.truncate(path, 3 * 10**9)  # takes no room on the disk
@@ -222,7 +232,8 @@ def test_a_compressed_ckpt_pt(tmp_path, refused):
 
 
 @pytest.mark.parametrize("numel, size, stride", [
-    (16, (HUGE,), (1,)), (HUGE, (HUGE,), (1,)), (1 << 33, (1 << 33,), (1,)), (16, (1 << 33,), (1,)), (16, (4, HUGE), (0, 0)), (16, (1 << 20, 1 << 20), (1, 0)),
+    (16, (HUGE,), (1,)), (HUGE, (HUGE,), (1,)), (1 << 33, (1 << 33,), (1,)), (16, (1 << 33,), (1,)), (16, (4, HUGE), (0, 0)),
+    (16, (1 << 20, 1 << 20), (1, 0)),
     (16, (-4,), (1,)), (16, (4,), (-1,))])
 def test_a_tensor_larger_than_its_file(tmp_path, refused, numel, size, stride):
     dumps, t = tensor(numel, size, stride)
@@ -231,10 +242,13 @@ def test_a_tensor_larger_than_its_file(tmp_path, refused, numel, size, stride):
 
 
 @pytest.mark.parametrize("saved", [
-    {}, {"model": {}, "model_args": [1]}, {"model": [], "model_args": ARGS}, {"model": {"a": 1}, "model_args": ARGS}, {"model": {3: torch.ones(1)}, "model_args": ARGS},
+    {}, {"model": {}, "model_args": [1]}, {"model": [], "model_args": ARGS}, {"model": {"a": 1}, "model_args": ARGS},
+    {"model": {3: torch.ones(1)}, "model_args": ARGS},
     {"model": {"a": torch.ones(3).long()}, "model_args": ARGS},
-    *({"model": {}, "model_args": {**ARGS, **wrong}} for wrong in ({"n_layer": "1"}, {"n_layer": True}, {"n_layer": HUGE}, {"n_layer": 10**6}, {"vocab_size": 1 << 60}, {"n_embd": 0},
-                                                                   {"n_head": 3}, {"bias": 1}, {"dropout": "no"}, {"dropout": 2.0}, {"block_size": -1}, {"block_size": 1.5}))])
+    *({"model": {}, "model_args": {**ARGS, **wrong}} for wrong in ({"n_layer": "1"}, {"n_layer": True}, {"n_layer": HUGE}, {"n_layer": 10**6},
+                                                                   {"vocab_size": 1 << 60}, {"n_embd": 0},
+                                                                   {"n_head": 3}, {"bias": 1}, {"dropout": "no"}, {"dropout": 2.0},
+                                                                   {"block_size": -1}, {"block_size": 1.5}))])
 def test_a_ckpt_pt_with_wrong_model_args(tmp_path, refused, saved):
     torch.save(saved, tmp_path / "ckpt.pt")
     refused(lambda: open_weights(str(tmp_path)), "ckpt.pt")
@@ -249,7 +263,8 @@ def test_a_nested_dataset_name_is_no_text(tmp_path, refused):
 
 
 def test_folders_that_would_have_to_be_unpickled(tmp_path, refused):
-    for name, word in ((".metadata", "torch.distributed.checkpoint"), ("__0_0.distcp", "torch.distributed.checkpoint"), ("pytorch_model.bin", "safetensors"),
+    for name, word in ((".metadata", "torch.distributed.checkpoint"), ("__0_0.distcp", "torch.distributed.checkpoint"),
+                       ("pytorch_model.bin", "safetensors"),
                        ("consolidated.00.pth", "safetensors")):
         where = tmp_path / name.strip("._")
         where.mkdir()
@@ -278,7 +293,8 @@ def meta(**changes):
     [], None, {"format_version": 1}, meta(vocab_size=HUGE), meta(vocab_size=True), meta(vocab_size=-1), meta(tokenizer=[]), meta(tokenizer=None),
     meta(tokenizer={**byte_tokenizer().identity(), "vocab_size": HUGE}), meta(tokenizer={**byte_tokenizer().identity(), "eot_id": "256"}),
     meta(tokenizer={**byte_tokenizer().identity(), "kind": ["byte"]}), meta(tokenizer={**byte_tokenizer().identity(), "kind": "char"}),
-    meta(splits=[]), meta(splits={"train": 3}), meta(splits={"train": {"shards": 3}}), meta(splits={"train": {"shards": [{"file": 1}]}}), meta(splits={"train": {"shards": "abc"}}),
+    meta(splits=[]), meta(splits={"train": 3}), meta(splits={"train": {"shards": 3}}), meta(splits={"train": {"shards": [{"file": 1}]}}),
+    meta(splits={"train": {"shards": "abc"}}),
     meta(splits={"train": {"shards": [{"file": "../../etc/passwd", "tokens": 1 << 60, "max_id": 0, "sha256": ""}]}})])
 def test_a_meta_json_of_wrong_types(tmp_path, refused, value):
     (tmp_path / "meta.json").write_text(json.dumps(value))
@@ -304,7 +320,8 @@ def test_a_tokenizer_json_that_lies(folder, refused):
     def variant(**model):
         return json.dumps({**good, "model": {**good["model"], **model}})
 
-    for text in ("", "[]", "[" * DEEP, variant(vocab={"a": 4_000_000_000}), variant(vocab={"a": HUGE}), variant(vocab={"a": -1}), variant(merges=[["x", "y"]]), variant(type="Evil")):
+    for text in ("", "[]", "[" * DEEP, variant(vocab={"a": 4_000_000_000}), variant(vocab={"a": HUGE}), variant(vocab={"a": -1}),
+                 variant(merges=[["x", "y"]]), variant(type="Evil")):
         (folder / "tokenizer.json").write_text(text)
         refused(lambda: load_tokenizer(str(folder / "tokenizer.json")), "tokenizer.json")
     (folder / "tokenizer.json").write_text(json.dumps(good))
@@ -317,14 +334,18 @@ def test_a_tokenizer_json_that_lies(folder, refused):
 
 
 @pytest.mark.parametrize("changes", [
-    {"step": "1"}, {"samples": None}, {"model": []}, {"model": {"n_layer": "2"}}, {"model": {"n_layer": HUGE, "no_such": 1}}, {"files": {"model.safetensors": 3}},
-    {"tensors": {"model": {"wte.weight": {"shape": [HUGE, HUGE], "pieces": []}}}}, {"tensors": {"model": {"wte.weight": {"shape": [4, 4], "pieces": [{"file": "/etc/passwd"}]}}}},
+    {"step": "1"}, {"samples": None}, {"model": []}, {"model": {"n_layer": "2"}}, {"model": {"n_layer": HUGE, "no_such": 1}},
+    {"files": {"model.safetensors": 3}},
+    {"tensors": {"model": {"wte.weight": {"shape": [HUGE, HUGE], "pieces": []}}}},
+    {"tensors": {"model": {"wte.weight": {"shape": [4, 4], "pieces": [{"file": "/etc/passwd"}]}}}},
     {"tensors": []}, {"tensors": {"model": 3}}])
 def test_a_manifest_that_lies(tmp_path, refused, changes):
     """With its checksum in order: anyone can make one."""
     written = write_safetensors(tmp_path / "model.safetensors", {"wte.weight": torch.ones(64, 4)})
-    manifest = {"format": "boringgpt-checkpoint", "version": 1, "step": 1, "samples": 1, "model": vars(ModelConfig()), "tokenizer": None, "files": {"model.safetensors": written},
-                "tensors": {"model": {"wte.weight": {"shape": [64, 4], "pieces": [{"file": "model.safetensors", "offset": [0, 0], "shape": [64, 4]}]}}}, **changes}
+    manifest = {"format": "boringgpt-checkpoint", "version": 1, "step": 1, "samples": 1, "model": vars(ModelConfig()), "tokenizer": None,
+                "files": {"model.safetensors": written},
+                "tensors": {"model": {"wte.weight": {"shape": [64, 4],
+                                                     "pieces": [{"file": "model.safetensors", "offset": [0, 0], "shape": [64, 4]}]}}}, **changes}
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "sha256": json_checksum(manifest)}))
     refused(lambda: open_weights(str(tmp_path)), "manifest.json")
 
@@ -339,7 +360,8 @@ def test_the_scripts_end_with_exit_code_2_and_one_sentence(folder, tmp_path):
     (tmp_path / "data" / "train.bin").write_bytes(bytes(1000))
     (tmp_path / "data" / "meta.pkl").write_bytes(BOMBS["memo"])
     for command in (["sample.py", f"--init_from={tmp_path / 'ckpt.pt'}"], ["sample.py", f"--init_from={folder}", f"--export={tmp_path / 'out'}"],
-                    ["train.py", f"--init_from={folder}", f"--out_dir={tmp_path / 'run'}"], ["train.py", f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}"]):
+                    ["train.py", f"--init_from={folder}", f"--out_dir={tmp_path / 'run'}"],
+                    ["train.py", f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}"]):
         result = run_script(*command)
         assert result.code == 2 and len(result.errors) == 1 and "Traceback" not in result.err, result.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "data", "model"]
