@@ -13,6 +13,7 @@ from engine.errors import UserError
 from engine.untrusted import read_json, read_plain_pickle, refuse
 
 LARGEST_VOCABULARY = 1 << 22  # ids of a tokenizer.json: the largest known has a sixteenth of them
+LARGEST_FILE = 300_000_000  # bytes of a tokenizer.json: the largest known has a tenth
 
 # What tokenizers call the token between documents. It is preferred to a chat model's end of turn: a
 # tokenizer_config.json of Qwen3 names <|im_end|> as its eos_token, but documents end with <|endoftext|>.
@@ -242,7 +243,9 @@ def json_tokenizer(path, eot=None):
 
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            json_text = file.read()
+            json_text = file.read(LARGEST_FILE + 1)
+        if len(json_text) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} characters")
         engine = tokenizers.Tokenizer.from_str(json_text)
     except OSError as error:
         raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None

@@ -307,6 +307,8 @@ class Checkpoint:
             raise Damaged("manifest.json does not have the checksum it was written with")
         if not isinstance(manifest.get("version"), int) or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("tensors"), dict):
             raise Damaged("manifest.json lacks version, files or tensors")
+        if manifest["version"] > VERSION:
+            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
         try:
             check_types(manifest)
         except (KeyError, TypeError, AttributeError) as error:
@@ -314,8 +316,6 @@ class Checkpoint:
         named = {piece["file"] for part in manifest["tensors"].values() for entry in part.values() for piece in entry["pieces"]}
         if any(os.path.basename(file) != file for file in manifest["files"]) or not named <= set(manifest["files"]):
             raise Damaged("manifest.json names files outside the checkpoint")
-        if manifest["version"] > VERSION:
-            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
         return manifest
 
     def verify(self):

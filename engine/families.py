@@ -154,12 +154,13 @@ FAMILIES = {f.model_type: f for f in (GPT2, QWEN2, QWEN3, LLAMA, MISTRAL)}  # in
 PASSED_OVER = set("""
     model_type architectures auto_map name_or_path transformers_version dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id
     cls_token_id unk_token_id decoder_start_token_id tokenizer_class prefix task_specific_params problem_type finetuning_task id2label label2id num_labels
-    return_dict use_return_dict is_decoder initializer_range pretraining_tp is_llama_config n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
+    return_dict use_return_dict output_past output_attentions output_hidden_states torchscript use_bfloat16 is_decoder initializer_range pretraining_tp is_llama_config n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout gradient_checkpointing attn_implementation
     do_sample early_stopping length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beams num_beam_groups num_return_sequences
     diversity_penalty repetition_penalty encoder_no_repeat_ngram_size temperature top_k top_p typical_p chunk_size_feed_forward
-    unsloth_fixed unsloth_version rope_theta rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers layer_types
+    unsloth_fixed unsloth_version
     """.split())
+LOOKED_AT = set("rope_theta rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers layer_types".split())  # by rope's families
 
 OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # causal masks and frequencies that old files hold
 
@@ -325,7 +326,7 @@ def read_config(path, say):
         say(f"note: {path} names code of its own (auto_map), which is not run: the model is read as a {family.model_type}")
     given, problems = {**family.defaults, **c}, []
     key, meanings = family.activation
-    known = {*PASSED_OVER, *family.sizes, *family.only, *family.bias_keys, key}
+    known = {*PASSED_OVER, *family.sizes, *family.only, *family.bias_keys, key, *(() if family is GPT2 else LOOKED_AT)}
     for name, value in c.items():  # what is off, or null, changes nothing
         if value and name not in known and not name.startswith("_") and "." not in name:
             problems.append(f"{name}={reprlib.repr(value)}, which is not known to leave a {family.model_type}'s computation as it is")

@@ -226,6 +226,9 @@ def test_a_byte_tokenizer_goes_along(tmp_path):
     ours = byte_tokenizer()
     export(made()[1], ours, tmp_path / "out", quiet)
     theirs = same_ids_and_text(ours, tmp_path / "out", TEXTS)
+    again = open_weights(str(tmp_path / "out"))
+    export(again, again.tokenizer, tmp_path / "again", quiet)
+    assert all((tmp_path / "again" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in os.listdir(tmp_path / "out"))
     for ids in ([255, 97, 0xC3], [0xE2, 0x9C], [0xF0, 0x9F, 65, 0x80, 0x80], [97, 256, 98]):  # no UTF-8
         assert theirs.decode(ids) == ours.decode(ids)
 

@@ -1,6 +1,7 @@
 """Hugging Face's families come in: the same logits and the same text as transformers, and what this model does not compute is refused by name."""
 
 import json
+import math
 import os
 import shutil
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import zoo
 from conftest import TINY, as_args, records, run_script, torchrun, train
 from engine.errors import UserError
-from engine.families import open_weights
+from engine.families import layout, open_weights, read_config, stored_shape
 from model import ModelConfig, generate
 from sample import load_model
 
@@ -96,6 +97,32 @@ def test_configurations_of_transformers_4_mean_the_same(saved, tmp_path):
         assert open_weights(str(folder)).model_config == now
 
 
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, pretraining_tp=1,
+             torch_dtype="bfloat16", use_cache=True, rms_norm_eps=1e-5, tie_word_embeddings=True)
+QWEN = dict(attention_dropout=0.0, bos_token_id=151643, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1000000, tie_word_embeddings=True,
+            torch_dtype="bfloat16", use_sliding_window=False, vocab_size=151936)
+
+
+@pytest.mark.parametrize("count, config", [  # the hub's configurations, and the parameters that their models are known to have
+    (1_557_611_200, dict(model_type="gpt2", activation_function="gelu_new", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1, n_ctx=1024, n_embd=1600, n_head=25,
+                         n_layer=48, n_positions=1024, output_past=True, summary_type="cls_index", layer_norm_epsilon=1e-5, vocab_size=50257,
+                         task_specific_params={"text-generation": {"do_sample": True}})),
+    (1_235_814_400, dict(LLAMA, head_dim=64, hidden_size=2048, intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, num_attention_heads=32,
+                         num_hidden_layers=16, num_key_value_heads=8, rope_theta=500000.0, vocab_size=128256, eos_token_id=[128001, 128008, 128009],
+                         rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type="llama3"))),
+    (134_515_008, dict(LLAMA, hidden_size=576, intermediate_size=1536, is_llama_config=True, max_position_embeddings=8192, num_attention_heads=9,
+                       num_hidden_layers=30, num_key_value_heads=3, rope_interleaved=False, rope_scaling=None, rope_theta=100000, vocab_size=49152,
+                       **{"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}})),
+    (494_032_768, dict(QWEN, model_type="qwen2", hidden_size=896, intermediate_size=4864, max_position_embeddings=32768, max_window_layers=24,
+                       num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2, sliding_window=32768, use_mrope=False)),
+    (596_049_920, dict(QWEN, model_type="qwen3", attention_bias=False, head_dim=128, hidden_size=1024, intermediate_size=3072, max_position_embeddings=40960,
+                       max_window_layers=28, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8, rope_scaling=None, sliding_window=None))])
+def test_the_hubs_configurations_are_read(count, config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family, model_config = read_config(str(tmp_path / "config.json"), pytest.fail)
+    assert sum(math.prod(stored_shape(family, parts)) for parts in layout(family, model_config).values()) == count
+
+
 def test_names_without_the_head_buffers_and_several_files_are_read(saved, tmp_path):
     reference, whole, _ = saved("gpt2")
     state = {n.removeprefix("transformer."): t for n, t in load_file(whole / "model.safetensors").items()}  # as the hub's gpt2 has them
@@ -156,7 +183,8 @@ def test_a_configuration_that_is_not_computed_is_refused_by_name(qwen2, settings
 @pytest.mark.parametrize("name, settings, words", [
     ("gpt2", dict(activation_function="relu"), "activation_function='relu'"),
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-    ("gpt2", dict(add_cross_attention=True), "add_cross_attention"), ("gpt2", dict(is_encoder_decoder=True), "is_encoder_decoder"),
+    ("gpt2", dict(add_cross_attention=True), "add_cross_attention"), ("gpt2", dict(sliding_window=16), "sliding_window"),
+    ("gpt2", dict(is_encoder_decoder=True), "is_encoder_decoder"),
     ("mistral", dict(sliding_window=64), "sliding_window=64"), ("mistral", dict(sliding_window=...), "sliding_window=4096"),
     ("mistral", dict(attention_bias=True), "attention_bias"), ("llama2", dict(sliding_window=64), "sliding_window=64"),
     ("llama_biases", dict(attention_bias="no"), "attention_bias='no'"), ("qwen3", dict(mlp_bias=True), "mlp_bias")])
