@@ -151,7 +151,7 @@ def run_rank(argv, place, watch):
     step, samples, skips = load_values(place, model, optimizer, scale, config, resumed, weights)
     with place.agreement():
         if place.speaks:
-            ckpt.check_room(run, model)
+            ckpt.check_room(run, dict(model.named_parameters()))
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with
@@ -175,18 +175,16 @@ def run_rank(argv, place, watch):
             say(f"note: it was written on {resumed.manifest['device']} by torch {resumed.manifest['versions']['torch']}, this is "
                 f"{device.type} and torch {versions['torch']}: the curve goes on, its last bits may differ")
 
-    saver = Saver(run, place, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
+    saver = Saver(run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
     bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()
 
     def save(last=False):
         """False where the weights or the optimizer's state are not finite: such a checkpoint is never written."""
-        if step != saver.step and not sync.all_finite([t for part in saver.tensors().values() for t in part.values()]):
-            return False
-        saver.save({"step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(),
-                    "config": resolved, "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None,
-                    "dataset": train_data.fingerprint, "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout,
-                    "world_size": place.ranks, "versions": versions, "wandb_run_id": wandb_id}, last)
-        return True
+        return saver.save({
+            "step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(), "config": resolved,
+            "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None, "dataset": train_data.fingerprint,
+            "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout, "world_size": place.ranks, "versions": versions,
+            "wandb_run_id": wandb_id}, last)
 
     def go_back(why):
         """Back to the last checkpoint, whose state is good; False where that has been tried."""
@@ -212,7 +210,7 @@ def run_rank(argv, place, watch):
         model.train()
         if loss is None:
             return
-        best = min([value for _, value in metrics.val], default=math.inf)
+        best = min(metrics.val_losses.values(), default=math.inf)
         say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
         if config.eval_only or not place.speaks:
             return
@@ -251,11 +249,12 @@ def run_rank(argv, place, watch):
     if config.eval_only:
         validate()
         return leave(0)
+    saver.mend_best()
 
     # ------------------------------------------------------------------ the loop
     model.train()
     due = config.eval_interval and step and (step % config.eval_interval == 0 or step == config.max_iters)
-    if place.from_first(bool(due and step not in metrics.val_steps)):
+    if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
     tokens_per_update = config.total_batch_size
     flops, peak = model.flops_per_token(), None
@@ -304,6 +303,7 @@ def run_rank(argv, place, watch):
                 return leave(EXIT_FAILED)
             continue
         lr = learning_rate(config, step + 1)
+        saver.before_update()
         optimizer.step(lr, clip * scale.value)
         optimizer.zero_grad()
         step, bad.in_row = step + 1, 0

@@ -18,6 +18,7 @@ import re
 import shutil
 import struct
 import time
+import zlib
 
 import torch
 from safetensors import safe_open
@@ -29,7 +30,8 @@ from engine.sync import local, row_range
 from model import ModelConfig
 
 FORMAT = "boringgpt-checkpoint"
-VERSION = 1
+VERSION = 2
+PIECE = 4 << 20  # bytes written at a time
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -40,36 +42,43 @@ class Damaged(Exception):
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def write_safetensors(path, tensors):
-    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "sha256"}."""
-    return stream_safetensors(path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, tensors.__getitem__)
+def pieces(t):
+    """The bytes of a tensor, a piece of at most PIECE at a time."""
+    flat = t.detach().contiguous().reshape(-1)
+    each = max(1, PIECE // flat.element_size())
+    for start in range(0, flat.numel(), each):
+        yield flat[start:start + each].cpu().view(torch.uint8).numpy().data
 
 
-def stream_safetensors(path, described, read, metadata=None):
-    """Writes tensors described as {name: (dtype, shape)}, each of them had from read(name) when its turn comes.
+def write_safetensors(path, tensors, pieces=pieces, metadata=None):
+    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "crc32"}. With other `pieces` a tensor may be one of
+    the meta device, whose bytes come when they are asked for.
 
-    The safetensors package builds the whole file in memory first. This one copies, hashes and writes a tensor at a time:
-    memory and bytes are those of one tensor, and a full disk is noticed where it happens.
+    The safetensors package builds the whole file in memory first. This one reads, checks and writes a piece at a time: memory and bytes
+    are those of one piece, and a full disk is noticed where it happens. CRC-32 finds what disks and networks do to a file, several times
+    as fast as a cryptographic digest, which would not keep out anyone who can write the manifest.
     """
     header, offset = {"__metadata__": metadata} if metadata else {}, 0
-    for name, (dtype, shape) in described.items():
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+    for name, t in tensors.items():
+        size = t.numel() * t.element_size()
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb") as f:
-        def put(data):
-            digest.update(data)
-            f.write(data)
-        put(struct.pack("<Q", len(text)))
-        put(text)
-        for name in described:
-            put(read(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        f.flush()
+    text = struct.pack("<Q", len(text)) + text
+    with open(path, "wb", buffering=0) as f:
+        def put(data, checksum=0):
+            at = 0
+            while at < len(data):  # a write may stop short, on a disk that is about to be full
+                at += f.write(data[at:])
+            return zlib.crc32(data, checksum)
+        checksum = put(text)
+        for t in tensors.values():
+            with contextlib.closing(pieces(t)) as found:  # it may hold a lock
+                for data in found:
+                    checksum = put(data, checksum)
         os.fsync(f.fileno())
-    return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
+    return {"bytes": len(text) + offset, "crc32": f"{checksum:08x}"}
 
 
 def write_json(path, value):
@@ -81,21 +90,30 @@ def write_json(path, value):
     os.replace(path + ".tmp", path)
 
 
+def file_checksum(path):
+    checksum = 0
+    with open(path, "rb", buffering=0) as f:
+        while data := f.read(PIECE):
+            checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"
+
+
 def json_checksum(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def bytes_needed(model):
-    """What a checkpoint of a model and its AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
-    return 3 * sum(p.numel() * p.element_size() for p in model.parameters())
+def bytes_needed(parameters):
+    """What a checkpoint of {name: parameter} and their AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
+    return 3 * sum(p.numel() * p.element_size() for p in parameters.values())
 
 
-def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda: None):
+def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):
     """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns (folder, bytes).
 
-    tensors: {"model": {name: tensor}, "optimizer": {...}}, this rank's rows; ranks that do not write may give none. All ranks call it.
-    Every rank of an FSDP run writes the rows it holds; of others rank 0 writes all. UserError on every rank where a disk is full; what
-    was there before is then untouched and nothing partial is left. before_rename() is called on rank 0 once all else is on the disk.
+    parameters: {name: parameter}, for the shapes and which rows of them lie here. tensors: {"model": {name: tensor}, "optimizer": {...}},
+    those rows; ranks that do not write may give none. All ranks call it: every rank of an FSDP run writes the rows it holds, of others
+    rank 0 writes all. UserError on every rank where a disk is full; what was there before is then untouched and nothing partial is left.
+    before_rename() is called on rank 0 once all else is on the disk; pieces: what reads a tensor's bytes.
     """
     final = step_folder(run, state["step"])
     partial = os.path.join(os.path.dirname(final), "." + os.path.basename(final) + ".partial")
@@ -104,11 +122,11 @@ def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda
             if place.speaks:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.makedirs(partial)
-        with place.agreement(), full_disk_told(final, bytes_needed(model)):
+        with place.agreement(), full_disk_told(final, bytes_needed(parameters)):
             if place.writes:
-                write_part(partial, place, tensors, dict(model.named_parameters()))
+                write_part(partial, place, tensors, parameters, pieces)
         size = 0
-        with place.agreement(), full_disk_told(final, bytes_needed(model)):
+        with place.agreement(), full_disk_told(final, bytes_needed(parameters)):
             if place.speaks:
                 if tokenizer:
                     tokenizer.save(partial)
@@ -120,7 +138,7 @@ def save(run, place, model, tensors, state, tokenizer=None, before_rename=lambda
     return final, size
 
 
-def write_part(partial, place, parts, parameters):
+def write_part(partial, place, parts, parameters, pieces):
     """Writes one rank's rows, and what is in them as part_<rank>.json for the manifest."""
     files, index, rank, writers = {}, {}, place.rank, place.shards
     for part, tensors in parts.items():
@@ -133,7 +151,7 @@ def write_part(partial, place, parts, parameters):
             if behind > first:
                 here[name] = t
                 index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(t.shape)}]
-        files[file] = write_safetensors(os.path.join(partial, file), here)
+        files[file] = write_safetensors(os.path.join(partial, file), here, pieces)
     write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
 
 
@@ -149,6 +167,8 @@ def finish(partial, final, writers, state, before_rename):
         for kind, tensors in part["tensors"].items():
             for name, entry in tensors.items():
                 index.setdefault(kind, {}).setdefault(name, {"shape": entry["shape"], "pieces": []})["pieces"] += entry["pieces"]
+    if holes := [name for kind in index.values() for name, entry in kind.items() if not covered(entry)]:
+        raise RuntimeError(f"{partial} lacks rows of {', '.join(holes)}: a bug")
     manifest = {"format": FORMAT, "version": VERSION, **state, "files": files, "tensors": index}
     write_json(os.path.join(partial, "manifest.json"), {**manifest, "sha256": json_checksum(manifest)})
     sync_folder(partial)
@@ -156,6 +176,22 @@ def finish(partial, final, writers, state, before_rename):
     os.rename(partial, final)
     sync_folder(os.path.dirname(final))
     return sum(f["bytes"] for f in files.values())
+
+
+def covered(entry):
+    """Whether a tensor's pieces in a manifest are all of its rows, each once."""
+    at = 0
+    for start, length in sorted((piece["offset"][0], piece["shape"][0]) for piece in entry["pieces"]):
+        if start != at:
+            return False
+        at += length
+    return at == entry["shape"][0]
+
+
+def copy_synced(source, target):
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as f:
+        os.fsync(f.fileno())
 
 
 def mark_best(run, step):
@@ -168,7 +204,8 @@ def mark_best(run, step):
         shutil.copytree(step_folder(run, step), new, copy_function=os.link)
     except OSError:  # a file system without hard links
         shutil.rmtree(new, ignore_errors=True)
-        shutil.copytree(step_folder(run, step), new)
+        shutil.copytree(step_folder(run, step), new, copy_function=copy_synced)
+    sync_folder(new)
     if os.path.isdir(best):
         os.rename(best, old)
     os.rename(new, best)
@@ -307,8 +344,8 @@ class Checkpoint:
             raise Damaged("manifest.json does not have the checksum it was written with")
         if not isinstance(manifest.get("version"), int) or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("tensors"), dict):
             raise Damaged("manifest.json lacks version, files or tensors")
-        if manifest["version"] > VERSION:
-            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads up to {VERSION}")
+        if manifest["version"] != VERSION:
+            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads {VERSION}")
         try:
             check_types(manifest)
         except (KeyError, TypeError, AttributeError) as error:
@@ -326,9 +363,8 @@ class Checkpoint:
                 raise Damaged(f"{name} is missing")
             if os.path.getsize(path) != expected["bytes"]:
                 raise Damaged(f"{name} has {os.path.getsize(path):,} bytes, expected {expected['bytes']:,}")
-            with open(path, "rb") as f:
-                if hashlib.file_digest(f, "sha256").hexdigest() != expected["sha256"]:
-                    raise Damaged(f"{name} does not have the checksum it was written with")
+            if file_checksum(path) != expected["crc32"]:
+                raise Damaged(f"{name} does not have the checksum it was written with")
 
     def model_config(self):
         return ModelConfig(**self.manifest["model"])
@@ -349,9 +385,9 @@ class Checkpoint:
         for piece in entry["pieces"]:
             start, length = piece["offset"][0], piece["shape"][0]
             a, b = max(first, start), min(behind, start + length)
-            if a < b:  # opened anew each time (0.1 ms): the mapping, and the pages read through it, go with the tensor
-                with safe_open(os.path.join(self.path, piece["file"]), "pt") as file:
-                    found.append((a, file.get_slice(name)[a - start:b - start]))
+            if a < b:  # opened for this tensor alone: what is read of a mapped file stays in this process's memory until it is closed
+                with safe_open(os.path.join(self.path, piece["file"]), "pt") as f:
+                    found.append((a, f.get_slice(name)[a - start:b - start]))
         found = [t for _, t in sorted(found, key=lambda pair: pair[0])]
         if not found:
             return torch.empty(0, *entry["shape"][1:])
@@ -403,9 +439,9 @@ def check_names(owner, sources, where):
         raise UserError(*problems)
 
 
-def check_room(run, model):
+def check_room(run, parameters):
     """UserError unless a checkpoint fits on the disk now, rather than after an hour of training."""
-    needed, free = bytes_needed(model), shutil.disk_usage(run).free
+    needed, free = bytes_needed(parameters), shutil.disk_usage(run).free
     if free < needed:
         raise UserError(f"a checkpoint takes {needed:,} bytes and {os.path.abspath(run)} has {free:,} free: free some space, or give another "
                         "--out_dir")

@@ -15,7 +15,7 @@ import torch
 
 from data.shards import sync_folder
 from data.tokenizers import byte_letters
-from engine.checkpoint import stream_safetensors, write_json
+from engine.checkpoint import pieces, write_json, write_safetensors
 from engine.errors import UserError, full_disk_told
 from engine.families import FAMILIES, GPT2, LLAMA3_ROPE, layout, stored_shape
 
@@ -135,7 +135,9 @@ def write_tensors(folder, family, config, sources, dtype):
 
     files = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, names in zip(files, shards):
-        stream_safetensors(os.path.join(folder, file), {n: described[n] for n in names}, read, metadata={"format": "pt"})
+        tensors = {n: torch.empty(described[n][1], dtype=described[n][0], device="meta") for n in names}
+        name_of = {t: n for n, t in tensors.items()}
+        write_safetensors(os.path.join(folder, file), tensors, lambda t: pieces(read(name_of[t])), metadata={"format": "pt"})
     if len(files) > 1:
         where = {n: file for file, names in zip(files, shards) for n in names}
         write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})

@@ -67,7 +67,7 @@ class Metrics:
     def go_back(self, step):
         """Cuts off what lies beyond `step`: it comes again."""
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
-        self.tokens, self.val_steps = 0, set()
+        self.tokens, self.val_losses = 0, {}  # of training; {step: loss}
         if not self.active:
             return
         if self.file:
@@ -123,7 +123,7 @@ class Metrics:
             self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"]))
         elif record["kind"] == "val":
             self.val.append((self.tokens, record["loss"]))
-            self.val_steps.add(record["step"])
+            self.val_losses[record["step"]] = record["loss"]
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 

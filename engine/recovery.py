@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -114,11 +115,17 @@ def told_once(place, watch):
 
 
 def first_to(place, what):
-    """Whether this rank is the first of all to come here."""
-    try:
-        return place.store is None or place.store.add(what, 1) == 1
-    except Exception:  # the store may have died with its host
-        return True
+    """Whether this rank is the first of all to come here, or cannot know: the store may have died with its host, or the network."""
+    answer = []
+
+    def ask():
+        with contextlib.suppress(Exception):
+            answer.append(place.store is None or place.store.add(what, 1) == 1)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
+    return answer != [False]
 
 
 def write_error(text):

@@ -152,7 +152,7 @@ def run_and_kill(command, layout, run, log):
                 if time.time() > deadline:
                     raise Failed(f"no checkpoint after {SECONDS} s")
                 time.sleep(0.002)
-            if layout != "single":  # some updates on: in a save the others would wait at the store, which no signal ends, for torchrun's 30 s
+            if layout != "single":  # some updates on: in a save the others would wait for 10 s until they take it for dead
                 time.sleep(0.05)
             os.kill(holder(run), signal.SIGKILL)  # rank 0's, which writes the log and the manifests: the hardest one to lose
             killed = ckpt.list_steps(run)[-1]

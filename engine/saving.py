@@ -1,7 +1,8 @@
 """When and in which thread a run's checkpoints are written, and which of them stay. (checkpoint.py: what is written, and how.)
 
-With async_save the loop only waits for a copy of its state into CPU memory; a thread writes it. The thread's ranks meet in the
-store, over a connection of their own, so that no collective of theirs comes between those of the loop.
+With async_save a thread writes while the loop goes on. It reads the state where it lies, for as long as the next update has not come;
+only what it has not read by then is copied. The thread's ranks meet in the store, over a connection of their own, so that no
+collective of theirs comes between those of the loop.
 """
 
 import contextlib
@@ -15,40 +16,59 @@ import torch
 
 from engine import checkpoint as ckpt
 from engine.recovery import usable
+from engine.resume import best_step
 from engine.sync import local
 
 
 class Saver:
     """Writes checkpoints one after the other: in the caller's thread, or with async_save behind its back."""
 
-    def __init__(self, run, place, model, optimizer, config, tokenizer, metrics, lock, watch, saved_step):
-        self.run, self.model, self.optimizer, self.config, self.tokenizer = run, model, optimizer, config, tokenizer
+    def __init__(self, run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, saved_step):
+        self.run, self.sync, self.optimizer, self.config, self.tokenizer = run, sync, optimizer, config, tokenizer
+        self.parameters = dict(model.named_parameters())  # now: in a forward pass FSDP's modules show whole parameters in place of shards
         self.metrics, self.lock, self.watch = metrics, lock, watch
         self.place = dataclasses.replace(place, store=place.own_store("saves"), agreements=0)
         self.step = saved_step  # of the newest checkpoint, complete or being written
         self.thread = ThreadPoolExecutor(1, "save", give_way) if config.async_save else None
-        self.pending, self.copy = [], None
-
-    def tensors(self):
-        """What a checkpoint holds of this rank: {"model": {name: tensor}, "optimizer": {name: tensor}}."""
-        return {"model": {n: local(p) for n, p in self.model.named_parameters()}, "optimizer": self.optimizer.state()}
+        self.pending, self.snapshot, self.buffers = [], None, {}
 
     def save(self, state, last=False):
-        """A checkpoint of state["step"], unless there is one; `last`: nothing follows that it could be written beside."""
+        """A checkpoint of state["step"], unless there is one; `last`: nothing follows that it could be written beside.
+
+        False, and nothing is written, where a weight or a number of the optimizer's state is not finite on any rank.
+        """
         asked = time.perf_counter()
         self.wait()  # saves never overlap
         if self.step == state["step"]:
-            return self._do(self._tidy)
-        tensors, self.step = self.tensors(), state["step"]
+            self._do(self._tidy)
+            return True
+        tensors = {"model": {n: local(p) for n, p in self.parameters.items()}, "optimizer": self.optimizer.state()}
+        if not self.sync.all_finite([t for part in tensors.values() for t in part.values()]):
+            return False
+        self.step = state["step"]
         if self.thread and not last:
-            tensors = self._copy(tensors) if self.place.writes else {}
-            self._do(self._write, state, tensors, time.perf_counter() - asked)
+            self.snapshot = Snapshot(tensors, self.buffers, self.place.device) if self.place.writes else None
+            self._do(self._write, state, tensors, self.snapshot, time.perf_counter() - asked)
         else:
-            self._write(state, tensors, None)
+            self._write(state, tensors)
+        return True
+
+    def before_update(self):
+        """To be called before the state changes: what the thread has not read of it yet is copied."""
+        if self.snapshot:
+            self.snapshot.copy_rest()
+            self.snapshot = None
 
     def mark_best(self, step):
         """Keeps the checkpoint of `step` apart as best, once it is complete."""
         self._do(self._mark_best, step)
+
+    def mend_best(self):
+        """A run killed between a validation loss and the mark of its step as best gets the mark now."""
+        losses = self.metrics.val_losses
+        best = min(losses, key=losses.get, default=None)  # the first of equals, as in the loop
+        if self.place.speaks and best in ckpt.list_steps(self.run) and best != best_step(self.run):
+            self.mark_best(best)
 
     def wait(self):
         """Returns when all that was asked for is done; raises what went wrong in it."""
@@ -67,26 +87,16 @@ class Saver:
         # the loop stops on all ranks at one place, and finds the fault in wait()
         future.add_done_callback(lambda f: f.exception() and self.watch.ask("a checkpoint could not be written"))
 
-    def _copy(self, tensors):
-        """The tensors' values in CPU memory that is kept for this: fresh memory costs more than the copy."""
-        if self.copy is None:
-            pin = self.place.device.type == "cuda"
-            self.copy = {part: {n: torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for n, t in found.items()} for part, found in tensors.items()}
-        for part, found in tensors.items():
-            for name, t in found.items():
-                self.copy[part][name].copy_(t, non_blocking=True)
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize()
-        return self.copy
-
-    def _write(self, state, tensors, stalled):
+    def _write(self, state, tensors, snapshot=None, stalled=None):
         started = time.perf_counter()
         with usable(self.run):
-            path, size = ckpt.save(self.run, self.place, self.model, tensors, state, self.tokenizer, self.metrics.sync)
+            path, size = ckpt.save(self.run, self.place, self.parameters, tensors, state, self.tokenizer, self.metrics.sync,
+                                   snapshot.pieces if snapshot else ckpt.pieces)
         if not self.place.speaks:
             return
         seconds = time.perf_counter() - started
-        self.metrics.event(state["step"], "saved", path=path, bytes=size, seconds=round(seconds, 3), stalled=round(seconds if stalled is None else stalled, 3))
+        stalled = stalled + snapshot.stalled if snapshot else seconds
+        self.metrics.event(state["step"], "saved", path=path, bytes=size, seconds=round(seconds, 3), stalled=round(stalled, 3))
         self.place.say(f"saved {path}")
         self._tidy()
 
@@ -99,6 +109,61 @@ class Saver:
     def _mark_best(self, step):
         with usable(self.run):
             ckpt.mark_best(self.run, step)
+
+
+class Snapshot:
+    """The state of one step, for a thread that writes it while the loop goes on to the next update.
+
+    The thread reads a piece at a time, with the lock held; copy_rest() waits for the piece it is at and copies what lies beyond.
+    """
+
+    def __init__(self, tensors, buffers, device):
+        """tensors: {part: {name: tensor}}, in the order in which they are read. buffers: CPU memory to copy to, kept from save to save,
+        since fresh memory costs more than the copy."""
+        self.tensors = {id(t): (f"{part}/{name}", t) for part, found in tensors.items() for name, t in found.items()}
+        self.buffers, self.cuda, self.stalled = buffers, device.type == "cuda", 0.0
+        self.copies, self.read, self.copied = {}, set(), None  # by id of the tensor
+        self.lock, self.gate = threading.Lock(), threading.Event()
+        self.gate.set()
+        if self.cuda:
+            self.stream, self.ready = torch.cuda.Stream(device), torch.cuda.current_stream(device).record_event()
+
+    def pieces(self, t):
+        """The bytes of a tensor, a piece at a time."""
+        flat, each = t.detach().view(-1), max(1, ckpt.PIECE // t.element_size())
+        for start in range(0, flat.numel(), each):
+            self.gate.wait()
+            with self.lock:
+                here = self.copies.get(id(t))
+                if here is None:
+                    yield self._to_cpu(flat[start:start + each]).view(torch.uint8).numpy().data
+            if here is not None:
+                if self.copied:
+                    self.copied.synchronize()
+                yield here.view(-1)[start:start + each].view(torch.uint8).numpy().data
+        self.read.add(id(t))
+
+    def _to_cpu(self, piece):
+        if not self.cuda:
+            return piece
+        with torch.cuda.stream(self.stream):  # beside what the loop computes
+            self.stream.wait_event(self.ready)
+            return piece.cpu()
+
+    def copy_rest(self):
+        started = time.perf_counter()
+        self.gate.clear()
+        with self.lock:
+            for key, (name, t) in self.tensors.items():
+                if key in self.read:
+                    continue
+                if name not in self.buffers:
+                    self.buffers[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=self.cuda)
+                self.copies[key] = self.buffers[name].copy_(t, non_blocking=True)
+            if self.cuda:  # copies and update follow each other on the device; the thread waits for them, the loop does not
+                self.copied = torch.cuda.current_stream().record_event()
+        self.gate.set()
+        self.stalled = time.perf_counter() - started
 
 
 def give_way():

@@ -2,8 +2,13 @@
 
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import uuid
 
 import pytest
 
@@ -13,6 +18,9 @@ ASSETS = os.path.join(os.path.dirname(ROOT), "shared", "assets")
 # A model and a batch so small that a run takes as long as its imports; odd sizes on purpose.
 TINY = {"n_layer": 2, "n_head": 3, "n_embd": 48, "block_size": 16, "batch_size": 2, "total_batch_size": 128, "max_iters": 20,
         "warmup_iters": 2, "learning_rate": 1e-2, "eval_interval": 0, "sample_tokens": 0, "threads": 1, "device": "cpu"}
+
+
+HOSTS = {"a": "10.213.7.1", "b": "10.213.7.2"}  # two machines' addresses on the cable between them
 
 
 def as_args(settings):
@@ -71,6 +79,96 @@ def torchrun(n, *command, env=None, timeout=300, options=()):
     return Finished(done)
 
 
+class Job:
+    """A run of train.py in the background, alone or (n > 1, or options given) under torchrun; what it prints is in <out_dir>.log.
+
+    before: words in front of the command, such as those that enter a network namespace.
+    """
+
+    def __init__(self, n, out_dir, data, options=("--standalone",), env=None, before=(), **settings):
+        self.out_dir, self.log = str(out_dir), f"{out_dir}.log"
+        starter = [sys.executable, "-u"] + (["-m", "torch.distributed.run", *options, f"--nproc_per_node={n}"] if n > 1 or options != ("--standalone",) else [])
+        command = [*before, *starter, "train.py", "tests/empty_config.py", f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        with open(self.log, "ab") as log:
+            self.began = log.tell()
+            self.process = subprocess.Popen(command, cwd=ROOT, env={**environment, **(env or {})}, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    @property
+    def text(self):
+        with open(self.log, encoding="utf-8", errors="replace") as f:
+            f.seek(self.began)
+            return f.read()
+
+    @property
+    def step(self):
+        """The last update that it has said it made, 0 before the first."""
+        return int(([0] + re.findall(r"^step ([\d,]+)/", self.text, re.M))[-1])
+
+    def workers(self):
+        """Process ids: torchrun's children, or the run itself where there is no torchrun."""
+        return children(self.process.pid) or [self.process.pid]
+
+    def wait_for(self, condition, seconds=120):
+        """Waits until condition() holds; an error where the job ends before."""
+        wait_for(lambda: condition() or self.process.poll() is not None, seconds)
+        assert condition(), f"it ended with {self.process.returncode}:\n{self.text[-5000:]}"
+
+    def end(self, seconds=240):
+        """Its exit code, when it has ended; it and what it has started are killed where it does not."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"it did not end in {seconds} s:\n{self.text[-5000:]}") from None
+
+    def kill(self):
+        """kill -9 of the job and all that it has started, all at once: workers have sessions of their own and outlive torchrun."""
+        for pid in [self.process.pid, *children(self.process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+
+
+def on_machine(machines, host, data, out_dir, options=(), nodes="2", n=1, conf="", env=None, **settings):
+    """A Job on one of two machines: torchrun with the words of the README; machine a hosts the rendezvous."""
+    name, interface = machines[host]
+    words = [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS['a']}:29400", "--rdzv_id=two", f"--local_addr={HOSTS[host]}",
+             f"--rdzv_conf=is_host={int(host == 'a')}{conf}", *options]
+    return Job(n, out_dir, data, words, {"GLOO_SOCKET_IFNAME": interface, **(env or {})}, ["ip", "netns", "exec", name], **settings)
+
+
+def children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as f:
+            return [int(p) for p in f.read().split()]
+    except FileNotFoundError:
+        return []
+
+
+def processes_of(out_dir):
+    """Process ids of all that runs on a run's folder now, orphans too."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as f:
+                words = f.read().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if f"--out_dir={out_dir}" in words:
+            found.append(int(pid))
+    return found
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
 def several(n, runs):
     """Makes several runs of train.py one after the other in one group of n processes (1: without torchrun); starting costs seconds.
 
@@ -105,3 +203,27 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text(some_text(2000))
     return prepare(str(folder / "text.txt"), tokenizer="byte", val_fraction=0.2, workers=1, out=str(folder / "set"), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    """Namespaces bg<id>a and bg<id>b, each with an address on one cable; {"a": name, "b": name}."""
+    tag = uuid.uuid4().hex[:6]
+    names = {h: f"bg{tag}{h}" for h in HOSTS}
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+    if not shutil.which("ip") or os.geteuid() or ip("netns", "add", names["a"]).returncode:
+        pytest.skip("needs root, iproute2 and the right to make network namespaces")
+    try:
+        made = [ip("netns", "add", names["b"]), ip("link", "add", f"v{tag}a", "netns", names["a"], "type", "veth", "peer", "name", f"v{tag}b", "netns", names["b"])]
+        for h, address in HOSTS.items():
+            made += [ip("-n", names[h], "addr", "add", f"{address}/24", "dev", f"v{tag}{h}"), ip("-n", names[h], "link", "set", f"v{tag}{h}", "up"),
+                     ip("-n", names[h], "link", "set", "lo", "up")]
+        if any(m.returncode for m in made):
+            pytest.skip("network namespaces cannot be joined here: " + "".join(m.stderr for m in made))
+        yield {h: (names[h], f"v{tag}{h}") for h in HOSTS}
+    finally:
+        for name in names.values():
+            ip("netns", "delete", name)

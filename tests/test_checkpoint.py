@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train
+from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train, wait_for
 from engine import checkpoint as ckpt
 from engine.errors import UserError
 from engine.processes import Place
@@ -33,13 +33,6 @@ def run(three, tmp_path):
 
 def command(out_dir, data, **settings):
     return [sys.executable, "train.py", "tests/empty_config.py", f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.quick
@@ -165,9 +158,11 @@ def limited(bytes_at_most):
     return limit
 
 
-def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(run, three, data):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(async_save, run, data):
     size = os.path.getsize(run / "checkpoints" / "step_00000006" / "optimizer.safetensors")
-    done = subprocess.run(command(run, data, max_iters=8), cwd=ROOT, capture_output=True, text=True, preexec_fn=limited(size - 1000))
+    settings = dict(max_iters=2000, lr_decay_iters=6, save_interval=8, log_interval=50, async_save=True) if async_save else dict(max_iters=8)
+    done = subprocess.run(command(run, data, **settings), cwd=ROOT, capture_output=True, text=True, preexec_fn=limited(size - 1000))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert done.returncode == 2 and len(errors) == 1 and done.stderr.strip() == errors[0]
     assert str(run) in errors[0] and "bytes are needed" in errors[0] and "free" in errors[0]

@@ -342,7 +342,7 @@ def test_a_tokenizer_json_that_lies(folder, refused):
 def test_a_manifest_that_lies(tmp_path, refused, changes):
     """With its checksum in order: anyone can make one."""
     written = write_safetensors(tmp_path / "model.safetensors", {"wte.weight": torch.ones(64, 4)})
-    manifest = {"format": "boringgpt-checkpoint", "version": 1, "step": 1, "samples": 1, "model": vars(ModelConfig()), "tokenizer": None,
+    manifest = {"format": "boringgpt-checkpoint", "version": 2, "step": 1, "samples": 1, "model": vars(ModelConfig()), "tokenizer": None,
                 "files": {"model.safetensors": written},
                 "tensors": {"model": {"wte.weight": {"shape": [64, 4],
                                                      "pieces": [{"file": "model.safetensors", "offset": [0, 0], "shape": [64, 4]}]}}}, **changes}

@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 from conftest import ROOT, TINY, as_args, curve, records, some_text, steps, tensors, train
 
@@ -235,14 +234,12 @@ def poisoned(tmp_path_factory):
 
 def manifest_of(run, step, file):
     """Makes the manifest fit a file that was changed."""
-    import hashlib
-
-    from engine.checkpoint import json_checksum
+    from engine.checkpoint import file_checksum, json_checksum
 
     path = run / "checkpoints" / f"step_{step:08d}" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "crc32": file_checksum(file)}
     path.write_text(json.dumps({**manifest, "sha256": json_checksum(manifest)}))
 
 

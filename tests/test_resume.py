@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
-from conftest import curve, records, steps, tensors, train
+from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train
 
 # 100 windows and 8 samples an update: epoch 0 ends within update 13
 CURVE = dict(dropout=0.2, total_batch_size=128, lr_decay_iters=18)  # 128 = 4 micro-batches of 2 x 16
@@ -137,7 +139,7 @@ def test_a_branch_takes_weights_and_optimizer_along_and_starts_at_zero(ten, data
     assert len(result.errors) == 1 and "n_layer is 2" in result.errors[0]
     config = tmp_path / "config.py"
     config.write_text("n_layer = 5\n")
-    from conftest import TINY, as_args, run_script
+    from conftest import run_script
     rest = {k: v for k, v in TINY.items() if k != "n_layer"}
     result = run_script("train.py", config, f"--out_dir={fine}", f"--dataset={data}", *as_args({**rest, **same}), f"--init_from={ten}")
     assert result.code == 0 and "n_layer is 2" in result.out
@@ -196,3 +198,24 @@ def test_a_branch_from_the_folder_that_is_set_aside_is_refused(run, data):
     assert len(result.errors) == 1 and "another --out_dir" in result.errors[0] and steps(run) == [2, 4, 6, 8, 10]
     result = train(run, data, expect=2, resume_step=4, resume="never")
     assert len(result.errors) == 1 and "one of the two" in result.errors[0]
+
+
+@pytest.mark.parametrize("n, parallel", [(1, "single"), (2, "fsdp")])
+def test_going_on_takes_no_more_memory_than_starting(n, parallel, data, tmp_path):
+    """Peak of the largest process: within 10% of a fresh start's plus one copy of the model."""
+    settings = {**TINY, "n_layer": 6, "n_head": 8, "n_embd": 512, "max_iters": 2, "parallel": parallel}  # 76 MB of weights
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+
+    def peak(**more):
+        process = subprocess.Popen([sys.executable, *launch, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}",
+                                    *as_args({**settings, **more})], cwd=ROOT, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0
+        return usage.ru_maxrss * 1024
+
+    fresh = peak()
+    weights = sum(f["bytes"] for name, f in json.loads((tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").read_text())["files"].items()
+                  if name.startswith("model"))
+    resumed = peak(max_iters=4, lr_decay_iters=2)
+    assert steps(tmp_path / "run") == [2, 4] and weights > 70e6
+    assert resumed <= 1.1 * fresh + weights / n, (resumed, fresh, weights)

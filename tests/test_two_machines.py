@@ -1,42 +1,14 @@
 """Two machines: network namespaces joined by a cable, torchrun on each with c10d rendezvous, with and without a shared folder."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import uuid
 
 import pytest
 
-from conftest import ROOT, TINY, as_args, curve, several, steps, tensors
-
-HOSTS = {"a": "10.213.7.1", "b": "10.213.7.2"}
-
-
-@pytest.fixture(scope="module")
-def machines():
-    """Namespaces bg<id>a and bg<id>b, each with an address on one cable; {"a": name, "b": name}."""
-    tag = uuid.uuid4().hex[:6]
-    names = {h: f"bg{tag}{h}" for h in HOSTS}
-
-    def ip(*words):
-        return subprocess.run(["ip", *words], capture_output=True, text=True)
-
-    if not shutil.which("ip") or os.geteuid() or ip("netns", "add", names["a"]).returncode:
-        pytest.skip("needs root, iproute2 and the right to make network namespaces")
-    try:
-        made = [ip("netns", "add", names["b"]), ip("link", "add", f"v{tag}a", "netns", names["a"], "type", "veth", "peer", "name", f"v{tag}b", "netns", names["b"])]
-        for h, address in HOSTS.items():
-            made += [ip("-n", names[h], "addr", "add", f"{address}/24", "dev", f"v{tag}{h}"), ip("-n", names[h], "link", "set", f"v{tag}{h}", "up"),
-                     ip("-n", names[h], "link", "set", "lo", "up")]
-        if any(m.returncode for m in made):
-            pytest.skip("network namespaces cannot be joined here: " + "".join(m.stderr for m in made))
-        yield {h: (names[h], f"v{tag}{h}") for h in HOSTS}
-    finally:
-        for name in names.values():
-            ip("netns", "delete", name)
+from conftest import HOSTS, ROOT, TINY, as_args, curve, several, steps, tensors
 
 
 def start(machines, host, data, out_dir, settings, options=()):
