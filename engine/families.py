@@ -154,7 +154,8 @@ FAMILIES = {f.model_type: f for f in (GPT2, QWEN2, QWEN3, LLAMA, MISTRAL)}  # in
 PASSED_OVER = set("""
     model_type architectures auto_map name_or_path transformers_version dtype torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id
     cls_token_id unk_token_id decoder_start_token_id tokenizer_class prefix task_specific_params problem_type finetuning_task id2label label2id num_labels
-    return_dict use_return_dict output_past output_attentions output_hidden_states torchscript use_bfloat16 is_decoder initializer_range pretraining_tp is_llama_config n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
+    return_dict use_return_dict output_past output_attentions output_hidden_states torchscript use_bfloat16 is_decoder initializer_range pretraining_tp
+    is_llama_config n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout gradient_checkpointing attn_implementation
     do_sample early_stopping length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beams num_beam_groups num_return_sequences
     diversity_penalty repetition_penalty encoder_no_repeat_ngram_size temperature top_k top_p typical_p chunk_size_feed_forward
