@@ -31,12 +31,18 @@ class ModelConfig:
     n_embd: int = 768
     head_dim: int | None = None  # default n_embd / n_head
     mlp_hidden: int | None = None  # default 4 n_embd; swiglu: 8/3 n_embd, rounded up to a multiple of 64
-    bias: bool = True  # in every Linear and LayerNorm
+    bias: bool = True  # in every LayerNorm and Linear but the head
+    qkv_bias: bool | None = None  # another choice for the projections to queries, keys and values: Qwen2 has biases there alone (default bias)
+    o_bias: bool | None = None  # and for attention's output (default bias)
     dropout: float = 0.0
     norm: str = field(default="layernorm", metadata={"choices": ("layernorm", "rmsnorm")})
     norm_eps: float = 1e-5
     pos: str = field(default="learned", metadata={"choices": ("learned", "rope")})
     rope_theta: float = 10000.0
+    rope_scaling: float | None = None  # Llama 3.1's: frequencies of long waves over this factor (8 there); the other three are of use with it alone
+    rope_low_freq_factor: float = 1.0  # waves longer than rope_original_context over this are slowed in full
+    rope_high_freq_factor: float = 4.0  # and shorter ones than it over this not at all
+    rope_original_context: int = 8192  # tokens that the model was trained on before
     # gelu is the exact one, nanoGPT's; gelu_tanh the approximation that OpenAI's GPT-2 was trained with
     mlp: str = field(default="gelu", metadata={"choices": ("gelu", "gelu_tanh", "swiglu", "relu2")})
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
@@ -45,6 +51,10 @@ class ModelConfig:
     def __post_init__(self):
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
+        if self.qkv_bias is None:
+            self.qkv_bias = self.bias
+        if self.o_bias is None:
+            self.o_bias = self.bias
         if self.head_dim is None:
             self.head_dim = self.n_embd // max(1, self.n_head)
         if self.mlp_hidden is None:
@@ -70,9 +80,11 @@ class ModelConfig:
             found.append(f"n_head={self.n_head} does not divide by n_kv_head={self.n_kv_head}: {_listed(works)} would work")
         if self.pos == "rope" and self.head_dim % 2:
             found.append(f"head_dim={self.head_dim} is odd: rope turns pairs of channels, an even head_dim would work")
-        for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
+        for name in ("rope_theta", "norm_eps", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 found.append(f"{name}={getattr(self, name)}: expected a number above 0")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            found.append(f"rope_high_freq_factor={self.rope_high_freq_factor}: expected a number above rope_low_freq_factor={self.rope_low_freq_factor}")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout={self.dropout}: expected a number from 0 up to, but not, 1")
         return found
@@ -112,8 +124,17 @@ def make_norm(c):
 
 
 def rope_table(c, device=None):
-    """cos and sin of the rotary position embedding (Su et al., arXiv 2104.09864): (2, block_size, head_dim) float32."""
-    frequency = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)
+    """cos and sin of the rotary position embedding (Su et al., arXiv 2104.09864): (2, block_size, head_dim) float32.
+
+    With rope_scaling the frequencies of Llama 3.1 (arXiv 2407.21783; apply_scaling in Meta's llama-models): long waves slowed, short
+    ones kept, a linear passage between.
+    """
+    # 1 / theta^x, not theta^-x: the last bit counts at position 100,000, and checkpoints were trained with this one
+    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)  # (D/2,)
+    if c.rope_scaling is not None:
+        waves = c.rope_original_context * frequency / (2 * math.pi)  # in the original context
+        kept = ((waves - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)).clamp(0, 1)
+        frequency = (1 - kept) * frequency / c.rope_scaling + kept * frequency
     angle = torch.outer(torch.arange(c.block_size, device=device, dtype=torch.float32), frequency)  # (T, D/2)
     angle = torch.cat((angle, angle), dim=-1)  # (T, D): the halves rotate as pairs (i, i + D/2), Hugging Face's layout
     return torch.stack((angle.cos(), angle.sin()))
@@ -129,10 +150,10 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim, self.dropout = c.n_head, c.n_kv_head, c.head_dim, c.dropout
-        self.q = Linear(c.n_embd, c.n_head * c.head_dim, bias=c.bias)
-        self.k = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.bias)
-        self.v = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.bias)
-        self.o = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.q = Linear(c.n_embd, c.n_head * c.head_dim, bias=c.qkv_bias)
+        self.k = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
+        self.v = Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
+        self.o = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.o_bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 

@@ -2,9 +2,10 @@
 
     python sample.py --out_dir=out/quickstart --start="import "
     python sample.py --init_from=ckpt.pt --start=FILE:prompt.txt --num_samples=3 --temperature=0.7
+    python sample.py --out_dir=out/run --export=DIR
 
 --out_dir takes a run of ours or a nanoGPT folder, --init_from any weights: a run or checkpoint folder, a nanoGPT ckpt.pt, a
-Hugging Face GPT-2 folder or name.
+Hugging Face folder or name (NAME@REVISION) of GPT-2, Llama, Mistral, Qwen2 or Qwen3. --export writes no text but the weights, for transformers.
 """
 
 import codecs
@@ -32,6 +33,7 @@ class Settings:
     temperature: float = 0.8  # 0: always the likeliest token
     top_k: int | None = 200  # only the k likeliest tokens (none: all)
     top_p: float | None = None  # only the likeliest tokens that make up this probability
+    export: str | None = None  # write the weights and the tokenizer into this new folder, in Hugging Face's layout
     stop: bool = False  # end a sample at its first end-of-text token
     seed: int = 1337
     tokenizer: str | None = None  # for weights that do not say which (byte, gpt2, ..., a tokenizer.json)
@@ -131,6 +133,9 @@ def main(argv):
     if s.tokenizer:
         from data.tokenizers import load_tokenizer
         tokenizer = load_tokenizer(s.tokenizer)
+    if s.export is not None:
+        from engine.export import export
+        return export(weights, tokenizer, s.export, print, s.dtype)
     if tokenizer is None:
         raise UserError(f"{weights.path} does not say which tokenizer it was trained with: give --tokenizer=gpt2, byte or a tokenizer.json")
     device, precision = processes.use_device(s)

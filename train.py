@@ -101,6 +101,8 @@ def run_rank(argv, place, watch):
         train_data = TokenDataset(folder, "train")
         val_data = TokenDataset(folder, "val") if config.eval_interval or config.eval_only else None
         config.vocab_size = config.vocab_size or train_data.vocab_size or 50304  # bare token files: GPT-2's, as in nanoGPT
+        if weights and config.resize_vocab:
+            config.vocab_size = max(config.vocab_size, train_data.vocab_size or 0)
         model_config = settings.make_model_config(config)
         for dataset, split in ((train_data, "train"), (val_data, "val")):
             if dataset:
@@ -383,6 +385,8 @@ def find_tokenizer(dataset, folder, weights, vocab_size, say):
         except UserError as error:
             say(f"note: no sample texts: {error}")
     if weights and weights.tokenizer and tokenizer and weights.tokenizer.fingerprint != tokenizer.fingerprint:
+        if vocab_size > weights.model_config.vocab_size and tokenizer.extends(weights.tokenizer):
+            return tokenizer  # as --resize_vocab asks for
         raise UserError(f"{weights.path} was trained with tokenizer {weights.tokenizer.name}, this data set is made with {tokenizer.name}: "
                         "prepare the data with the weights' tokenizer")
     return tokenizer

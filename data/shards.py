@@ -7,13 +7,13 @@ A shard is 256 little-endian int32 (magic, version, token count, rest 0), then t
 import difflib
 import glob
 import hashlib
-import json
 import os
 
 import numpy as np
 
-from data.tokenizers import char_tokenizer_from_nanogpt
+from data.tokenizers import char_tokenizer_from_nanogpt, check_identity
 from engine.errors import UserError
+from engine.untrusted import read_json
 
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of a token
@@ -201,6 +201,9 @@ class TokenDataset:
                                 f"{self.vocab_size:,}, which takes {token_dtype(self.vocab_size).itemsize * 8} bits; "
                                 "prepare the data again")
             self.shards.append(tokens)
+        if self.vocab_size != self.tokenizer_identity["vocab_size"]:
+            raise UserError(f"{self.path}/meta.json has a vocabulary of {self.vocab_size:,} and a tokenizer of "
+                            f"{self.tokenizer_identity['vocab_size']:,} ids; prepare the data again")
         self.fingerprint = fingerprint(self.tokenizer_identity["fingerprint"], described)
 
     def open_bare(self):
@@ -271,16 +274,15 @@ def read_meta(folder):
     """meta.json of a prepared folder, a dict; a UserError where it is not one."""
     path = os.path.join(folder, "meta.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            meta = json.load(file)
-        version = meta["format_version"]
-        vocab_size, fingerprint, name = meta["vocab_size"], meta["tokenizer"]["fingerprint"], meta["tokenizer"]["name"]
-        numbers, texts = [version, vocab_size], [fingerprint, name]
+        meta = read_json(path)
+        version, vocab_size = meta["format_version"], meta["vocab_size"]
+        numbers, texts = [version, vocab_size], []
         for shard in (shard for split in meta["splits"].values() for shard in split["shards"]):
             numbers += [shard["tokens"], shard["max_id"]]
             texts += [shard["file"], shard["sha256"]]
-        if not all(isinstance(n, int) for n in numbers) or not all(isinstance(t, str) for t in texts):
+        if not all(type(n) is int and n >= 0 for n in numbers) or not all(isinstance(t, str) for t in texts):
             raise ValueError("a field has the wrong type")
+        check_identity(meta["tokenizer"], path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,13 +4,16 @@ import difflib
 import hashlib
 import json
 import os
-import pickle
 import re
 from functools import cached_property
 
 import numpy as np
 
 from engine.errors import UserError
+from engine.untrusted import read_json, read_plain_pickle, refuse
+
+LARGEST_VOCABULARY = 1 << 22  # ids of a tokenizer.json: the largest known has a sixteenth of them
+LARGEST_FILE = 300_000_000  # bytes of a tokenizer.json: the largest known has a tenth
 
 # What tokenizers call the token between documents. It is preferred to a chat model's end of turn: a
 # tokenizer_config.json of Qwen3 names <|im_end|> as its eos_token, but documents end with <|endoftext|>.
@@ -42,6 +45,10 @@ class Tokenizer:
             if data is not None:
                 digest.update(b"%d %d " % (i, len(data)) + data)
         return digest.hexdigest()
+
+    def extends(self, other):
+        """Whether every id of another tokenizer stands for the same bytes here."""
+        return self.token_bytes[:other.vocab_size] == other.token_bytes
 
     def encode(self, text):
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
@@ -107,6 +114,7 @@ def load_tokenizer(spec, eot=None):
 def tokenizer_from_identity(identity, folder):
     """The tokenizer that gave this identity(); folder holds its tokenizer.json where it saved one. Raises UserError
     where what is found now is not the same tokenizer."""
+    check_identity(identity, folder)
     kind, has_eot = identity["kind"], identity["eot_id"] is not None
     if kind == "byte":
         tokenizer = byte_tokenizer()
@@ -120,10 +128,25 @@ def tokenizer_from_identity(identity, folder):
     else:
         raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
     tokenizer.eot_id = identity["eot_id"]
-    if tokenizer.fingerprint != identity["fingerprint"]:
+    if tokenizer.fingerprint != identity["fingerprint"] or tokenizer.vocab_size != identity["vocab_size"]:
         raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
                         f"{tokenizer.fingerprint[:12]}, saved {identity['fingerprint'][:12]}); put the saved one back")
     return tokenizer
+
+
+def check_identity(identity, where):
+    """UserError where what meta.json or a checkpoint says of its tokenizer is not what Tokenizer.identity() gives."""
+    kinds = {"kind": str, "name": str, "fingerprint": str, "vocab_size": int, "eot_id": (int, type(None)), "chars": (str, type(None))}
+    if not isinstance(identity, dict):
+        raise UserError(f"{where} has a tokenizer that is no object: restore the file, or prepare the data again")
+    wrong = [key for key, kind in kinds.items() if isinstance(identity.get(key), bool) or not isinstance(identity.get(key), kind)]
+    size, eot = identity.get("vocab_size"), identity.get("eot_id")
+    if not wrong and not (0 < size <= LARGEST_VOCABULARY and (eot is None or 0 <= eot < size)):
+        wrong = ["vocab_size", "eot_id"]
+    if not wrong and (identity["kind"] == "char") != bool(identity.get("chars")):
+        wrong = ["chars"]
+    if wrong:
+        raise UserError(f"{where} has a tokenizer without a valid {' and '.join(wrong)}: restore the file, or prepare the data again")
 
 
 def byte_tokenizer():
@@ -220,7 +243,9 @@ def json_tokenizer(path, eot=None):
 
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            json_text = file.read()
+            json_text = file.read(LARGEST_FILE + 1)
+        if len(json_text) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} characters")
         engine = tokenizers.Tokenizer.from_str(json_text)
     except OSError as error:
         raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None
@@ -242,14 +267,15 @@ def json_tokenizer(path, eot=None):
 
 def configured_eos(folder):
     """The eos_token of the tokenizer_config.json beside a tokenizer.json, or None."""
+    path = os.path.join(folder, "tokenizer_config.json")
     try:
-        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as file:
-            eos = json.load(file).get("eos_token")
+        eos = read_json(path).get("eos_token")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/tokenizer_config.json cannot be read: {error}") from None
-    return eos["content"] if isinstance(eos, dict) else eos
+    except (OSError, ValueError) as error:
+        raise refuse(path, "a tokenizer's configuration", error) from None
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return eos if isinstance(eos, str) else None
 
 
 def end_of_text(special, asked, configured, name):
@@ -265,6 +291,13 @@ def end_of_text(special, asked, configured, name):
     return None
 
 
+def byte_letters():
+    """{byte: the printable character that GPT-2 shows it as}: itself where it is one, else the next free one from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
 def json_token_bytes(engine, path):
     """The bytes of each id of a tokenizer.json, read off its decoder: bytes written as printable characters (GPT-2's
     way), or text with ▁ for a space and <0x0A> for a lone byte (sentencepiece's way)."""
@@ -278,10 +311,7 @@ def json_token_bytes(engine, path):
     if strange:
         raise UserError(f"{path} decodes by {', '.join(sorted(strange))}, where a token's bytes depend on its "
                         "neighbours; tokenizers of the kinds ByteLevel and Metaspace work")
-    # GPT-2 shows each byte as a printable character: itself where it is one, else the next free one from U+0100 on
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    byte_of = {letter: b for b, letter in byte_letters().items()}
 
     def token_bytes(token):
         if "ByteLevel" in decoders:
@@ -291,6 +321,8 @@ def json_token_bytes(engine, path):
         return (token.replace("▁", " ") if decoders & {"Metaspace", "Replace"} else token).encode()
 
     vocabulary = engine.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values(), default=0) >= LARGEST_VOCABULARY:
+        raise UserError(f"{path} has an id {max(vocabulary.values()):,}: ids below {LARGEST_VOCABULARY:,} work")
     table = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, i in vocabulary.items():
         table[i] = token_bytes(token)
@@ -299,24 +331,14 @@ def json_token_bytes(engine, path):
     return table
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Builds dicts, lists, strings and numbers; a pickle that asks for anything else, code included, is refused."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
 def char_tokenizer_from_nanogpt(path):
     """The char tokenizer of a nanoGPT meta.pkl (its stoi), read without running anything in it. Raises UserError."""
     try:
-        with open(path, "rb") as file:
-            stoi = PlainUnpickler(file).load()["stoi"]
+        stoi = read_plain_pickle(path)["stoi"]
         chars = [char for char, i in sorted(stoi.items(), key=lambda item: item[1])]
         in_order = sorted(stoi.values()) == list(range(len(stoi)))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except Exception as error:  # a damaged pickle can fail in any way
-        raise UserError(f"{path} is not a nanoGPT meta.pkl (a plain dict with stoi): {error}") from None
+        raise refuse(path, "a nanoGPT meta.pkl (a plain dict with stoi)", error) from None
     if not stoi or not in_order or any(not isinstance(char, str) or len(char) != 1 for char in chars):
         raise UserError(f"{path}: expected stoi to number single characters from 0 on without gaps")
     return ordered_char_tokenizer("".join(chars), with_eot=False)

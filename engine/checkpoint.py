@@ -12,6 +12,7 @@ checkpoint written in shards is read by the same lines.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -49,14 +50,15 @@ def pieces(t):
         yield flat[start:start + each].cpu().view(torch.uint8).numpy().data
 
 
-def write_safetensors(path, tensors, pieces=pieces):
-    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "crc32"}.
+def write_safetensors(path, tensors, pieces=pieces, metadata=None):
+    """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "crc32"}. With other `pieces` a tensor may be one of
+    the meta device, whose bytes come when they are asked for.
 
     The safetensors package builds the whole file in memory first. This one reads, checks and writes a piece at a time: memory and bytes
     are those of one piece, and a full disk is noticed where it happens. CRC-32 finds what disks and networks do to a file, several times
     as fast as a cryptographic digest, which would not keep out anyone who can write the manifest.
     """
-    header, offset = {}, 0
+    header, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, t in tensors.items():
         size = t.numel() * t.element_size()
         header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
@@ -297,6 +299,26 @@ def open_checkpoint(path):
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
+def check_types(manifest):
+    """KeyError, TypeError or AttributeError where a manifest's fields are not of their types, or promise more values than its files have bytes."""
+    def sizes(values):
+        if not all(type(v) is int and v >= 0 for v in values):
+            raise TypeError(f"{values!r:.100} are not sizes")
+        return values
+
+    sizes([manifest["step"], manifest["samples"], *(file["bytes"] for file in manifest["files"].values())])
+    values = 0
+    for entry in (entry for part in manifest["tensors"].values() for entry in part.values()):
+        values += math.prod(sizes(entry["shape"]))
+        for piece in entry["pieces"]:
+            sizes([*piece["offset"], *piece["shape"]])
+    if values > sum(file["bytes"] for file in manifest["files"].values()):
+        raise TypeError(f"{values:,} values do not fit its files")
+    config = ModelConfig(**manifest["model"])
+    if wrong := config.problems():
+        raise TypeError(wrong[0])
+
+
 class Checkpoint:
     """A checkpoint on disk: its manifest at once, its tensors when asked for."""
 
@@ -314,7 +336,7 @@ class Checkpoint:
             raise Damaged("manifest.json is missing") from None
         except OSError as error:
             raise Damaged(f"manifest.json cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Damaged(f"manifest.json is not JSON: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise Damaged("manifest.json is not that of a checkpoint")
@@ -322,11 +344,15 @@ class Checkpoint:
             raise Damaged("manifest.json does not have the checksum it was written with")
         if not isinstance(manifest.get("version"), int) or not isinstance(manifest.get("files"), dict) or not isinstance(manifest.get("tensors"), dict):
             raise Damaged("manifest.json lacks version, files or tensors")
+        if manifest["version"] != VERSION:
+            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads {VERSION}")
+        try:
+            check_types(manifest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"manifest.json is not what a checkpoint has ({type(error).__name__}: {error})") from None
         named = {piece["file"] for part in manifest["tensors"].values() for entry in part.values() for piece in entry["pieces"]}
         if any(os.path.basename(file) != file for file in manifest["files"]) or not named <= set(manifest["files"]):
             raise Damaged("manifest.json names files outside the checkpoint")
-        if manifest["version"] != VERSION:
-            raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads {VERSION}")
         return manifest
 
     def verify(self):

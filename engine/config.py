@@ -27,8 +27,10 @@ class Config:
     out_dir: str | None = None  # the run's folder (default: out/<name of the config file>)
     seed: int = 1337  # weights, data order and dropout follow from it
     max_iters: int = 600_000  # updates to make; the last one is always saved
-    init_from: str = "scratch"  # scratch | a run or checkpoint folder to branch from | a nanoGPT ckpt.pt | resume
+    # scratch | a run or checkpoint folder to branch from | a nanoGPT ckpt.pt | a Hugging Face folder or name (NAME@REVISION) | resume
+    init_from: str = "scratch"
     init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
+    resize_vocab: bool = False  # the vocabulary of init_from's weights may grow to vocab_size or the data's: new rows start from first values
     resume: str = "auto"  # auto: the same command goes on where it stopped | never: an earlier run is set aside
     resume_step: int | None = None  # go back to the checkpoint of this step (later ones are set aside)
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
@@ -47,11 +49,17 @@ class Config:
     block_size: int = 1024
     vocab_size: int | None = None  # default: the tokenizer's
     bias: bool = False
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
     dropout: float = 0.0
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_eps: float = 1e-5
     pos: str = "learned"  # learned | rope
     rope_theta: float = 10000.0
+    rope_scaling: float | None = None
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_context: int = 8192
     mlp: str = "gelu"  # gelu (exact, as nanoGPT) | gelu_tanh (as OpenAI's GPT-2) | swiglu | relu2
     qk_norm: bool = False
     tie_embeddings: bool = True
@@ -132,8 +140,8 @@ class Config:
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
-ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias norm norm_eps pos rope_theta "
-                "mlp qk_norm tie_embeddings").split()
+ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
+                "rope_scaling rope_low_freq_factor rope_high_freq_factor rope_original_context mlp qk_norm tie_embeddings").split()
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic").split()
 

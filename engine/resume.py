@@ -11,6 +11,7 @@ import time
 from engine import checkpoint as ckpt
 from engine.config import ARCHITECTURE, CURVE
 from engine.errors import UserError
+from engine.families import with_new_rows
 
 
 def began_in_this_job(run, place):
@@ -60,7 +61,10 @@ def load_values(place, model, optimizer, scale, config, resumed, weights):
     optimizer.reset()
     scale.reset()
     if weights:
-        ckpt.fill(place, parameters, parameters, weights.sources, weights.path)
+        sources, had = weights.sources, weights.model_config.vocab_size
+        if config.vocab_size > had:
+            sources = with_new_rows(sources, had, model.first_values(config.seed))
+        ckpt.fill(place, parameters, parameters, sources, weights.path)
         if weights.checkpoint and config.init_optimizer:
             ckpt.fill(place, parameters, optimizer.state(), weights.checkpoint.sources("optimizer"), weights.path)
             optimizer.updates = weights.checkpoint.manifest["optimizer_updates"]
@@ -71,7 +75,7 @@ def load_values(place, model, optimizer, scale, config, resumed, weights):
 
 def tell_architecture(config, found, where, say):
     for sentence in take_architecture(config, found, where):
-        say(f"note: {sentence}; the weights' architecture counts")
+        say(f"note: {sentence}")
 
 
 def check_resumable(resumed, config, dataset, say):
@@ -79,7 +83,7 @@ def check_resumable(resumed, config, dataset, say):
     saved = resumed.manifest
     if sentence := keep_saved(config, saved["config"]):
         say(f"note: {sentence}")
-    changed = compare_with_saved(config, saved["config"], resumed.path)
+    changed = compare_with_saved(config, {**vars(resumed.model_config()), **saved["config"]}, resumed.path)  # older ones lack newer switches
     old, new = saved["tokenizer"], dataset.tokenizer_identity
     if old and new and old["fingerprint"] != new["fingerprint"]:
         raise UserError(f"{resumed.path} was trained with tokenizer {old['name']} ({old['fingerprint'][:12]}), dataset {config.dataset} is "
@@ -97,19 +101,32 @@ def check_resumable(resumed, config, dataset, say):
 def take_architecture(config, model, where):
     """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
 
-    What the command line said must agree; a smaller block_size stands, since weights can be cropped to it.
+    What the command line said must agree. A smaller block_size stands, since weights can be cropped to it; so does a larger one with rope,
+    and with resize_vocab a larger vocabulary.
     """
     sentences, wrong = [], []
     for key in ARCHITECTURE:
         asked, found = getattr(config, key), getattr(model, key)
-        if key == "block_size" and key in config.given and asked < found:
+        if key == "block_size" and key in config.given and (asked < found or model.pos == "rope"):
+            if asked > found:
+                sentences.append(f"block_size={asked} is longer than the {found} tokens that {where} was trained on: it has yet to learn the positions beyond")
+            continue
+        if key == "vocab_size" and asked is not None and asked > found and config.resize_vocab:
+            sentences.append(f"rows {found} to {asked - 1} of the vocabulary are new to {where} and start from first values")
             continue
         if key in config.given and asked is not None and asked != found:
             sentence = f"{key} is {found} in {where}, not {asked} as {config.given[key]} says"
-            (wrong if config.given[key] == "command line" else sentences).append(sentence)
+            if key == "vocab_size" and asked > found:
+                sentence += " (--resize_vocab adds new rows)"
+            if key == "block_size":
+                sentence += " (positions are learned, there are none beyond)"
+            if config.given[key] == "command line":
+                wrong.append(f"{sentence}: leave it out, or start from other weights")
+            else:
+                sentences.append(f"{sentence}; the weights' architecture counts")
         setattr(config, key, found)
     if wrong:
-        raise UserError(*[f"{w}: leave it out, or start from other weights" for w in wrong])
+        raise UserError(*wrong)
     return sentences
 
 

@@ -14,7 +14,7 @@ from engine import checkpoint as ckpt
 from engine import processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
-from engine.sync import Sync, local, shard
+from engine.sync import Sync, local, row_range, shard
 from model import GPT, IGNORE, ModelConfig
 
 
@@ -106,6 +106,55 @@ def memory(folder):
             "optimizer": sum(t.numel() * 4 for t in optimizer.state().values())}
     with open(os.path.join(folder, f"memory-{place.rank}.json"), "w") as f:
         json.dump({"whole": whole, "built": built, **held}, f)
+
+
+def loading(folder):
+    """How much memory a rank of an FSDP group takes to load weights of Hugging Face's layouts: parameters alone, no optimizer. Counts
+    pages of mapped files that it has looked at, as the system does."""
+    from engine.export import export
+    from engine.families import Weights, open_weights
+
+    c = config(parallel="fsdp", batch_size=1, block_size=32, total_batch_size=8 * 32)
+    place, precision = joined(c)
+    shape = dict(block_size=32, vocab_size=257, n_layer=6, n_head=4, n_embd=512)
+    # larger than what torch and gloo take for themselves, and with no one tensor that is much of the whole
+    for name, switches in (("qwen3", dict(norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, bias=False, tie_embeddings=False)), ("gpt2", {})):
+        model_config = ModelConfig(**shape, **switches)
+        path = os.path.join(folder, name)
+        if place.speaks:
+            model = GPT(model_config)
+            export(Weights("random", model_config, model.first_values(0), None), None, path, lambda sentence: None)
+        torch.distributed.barrier()
+        with torch.device("meta"):
+            model = GPT(model_config)
+            toy = GPT(ModelConfig(**{**shape, "n_layer": 1, "n_embd": 32}, **switches))
+        for m in (toy, model):
+            shard(m, place, c, precision)
+        toy.to_empty(device="cpu")  # what is imported on the way is no model
+        torch.distributed.barrier()
+        before, peak, watching = rss(), [0], True
+
+        def watch():
+            while watching:
+                peak.append(rss())
+                time.sleep(0.0005)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        model.to_empty(device="cpu")
+        parameters = dict(model.named_parameters())
+        ckpt.fill(place, parameters, parameters, open_weights(path).sources, path)
+        watching = False
+        thread.join()
+        equal = True
+        for n, p in parameters.items():
+            first, behind = row_range(p)
+            behind = min(behind, 257) if n in ("wte.weight", "head.weight") else behind  # a file has no padding
+            equal &= torch.equal(local(p)[:max(0, behind - first)], model.first_value(n, p.shape, 0)[first:behind])
+        with open(os.path.join(folder, f"loading-{name}-{place.rank}.json"), "w") as f:
+            json.dump({"whole": sum(p.numel() * 4 for p in parameters.values()), "peak": max(peak) - before, "equal": equal,
+                       "held": sum(local(p).numel() * 4 for p in parameters.values())}, f)
+        torch.distributed.barrier()
 
 
 def rss():

@@ -29,7 +29,7 @@ def prepared(folder, vocab_size=257, n=2500, shard_tokens=1000):
     ids = np.random.default_rng(0).integers(0, vocab_size, n)
     splits = {"train": {"shards": write_split(folder, "train", ids, vocab_size, shard_tokens)},
               "val": {"shards": write_split(folder, "val", ids[:700], vocab_size, shard_tokens)}}
-    tokenizer = load_tokenizer("byte").identity()
+    tokenizer = {**load_tokenizer("byte").identity(), "vocab_size": vocab_size}
     meta = {"format_version": 1, "vocab_size": vocab_size, "tokenizer": tokenizer, "splits": splits}
     save_meta(folder, meta)
     return ids, meta
