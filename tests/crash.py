@@ -17,7 +17,7 @@ import traceback
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import matplotlib.backends.backend_agg  # what the runs would import one after the other
-import matplotlib.figure
+import matplotlib.figure  # noqa: F401
 
 import train
 from engine import checkpoint as ckpt
