@@ -189,9 +189,11 @@ class Sync:
     @torch.no_grad()
     def all_finite(self, tensors):
         """Whether every number in every rank's list of tensors is finite, on every rank."""
-        largest = torch._foreach_norm([t for t in tensors if t.numel()], torch.inf)
-        finite = torch.stack([n.to(self.place.device).float() for n in largest] or [torch.zeros((), device=self.place.device)]).isfinite().all()
-        return bool(all_gather(finite.float()).all() if self.ranks > 1 else finite)
+        tensors = [t for t in tensors if t.numel()]
+        # the 2-norm takes 1/20 of the time of isfinite() on a CPU; it overflows for numbers that are finite, above 1e19
+        norms = torch._foreach_norm(tensors) if tensors else []
+        finite = not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()) or all(bool(t.isfinite().all()) for t in tensors)
+        return bool(all_gather(torch.tensor(float(finite), device=self.place.device)).all()) if self.ranks > 1 else finite
 
     @torch.no_grad()
     def gradient_norm(self):

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY, Job, as_args, curve, run_script, steps, tensors, torchrun, train
 from engine import checkpoint as ckpt
 
-EXTRA = [{}, {"async_save": True}]
+ASYNC = {"async_save": True}
 
 
 def named(more):
@@ -29,8 +29,7 @@ def complete(run):
     return found
 
 
-@pytest.mark.parametrize("more", EXTRA, ids=named)
-@pytest.mark.parametrize("keep_last", [1, 2, -1])
+@pytest.mark.parametrize("keep_last, more", [(1, {}), (1, ASYNC), (2, {}), (-1, {})], ids=lambda value: named(value) if isinstance(value, dict) else value)
 def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, more, data, tmp_path):
     run, looks, seen = str(tmp_path / "run"), 0, set()
     job = Job(1, run, data, **{"n_embd": 192, "max_iters": 40, "save_interval": 1, "keep_last": keep_last, **more})
@@ -49,8 +48,7 @@ def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, m
     assert steps(run) == list(range(1, 41))[-keep_last if keep_last > 0 else 0:]
 
 
-@pytest.mark.parametrize("more", EXTRA, ids=named)
-@pytest.mark.parametrize("n, layout", [(1, {}), (2, {"parallel": "fsdp"})], ids=["single", "fsdp2"])
+@pytest.mark.parametrize("n, layout, more", [(1, {}, {}), (2, {"parallel": "fsdp"}, {}), (2, {"parallel": "fsdp"}, ASYNC)], ids=["single", "fsdp2", "fsdp2-async"])
 def test_a_disk_that_fills_up_in_a_save_keeps_what_was_complete(n, layout, more, data, tmp_path):
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
     disk.mkdir()

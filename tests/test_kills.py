@@ -18,7 +18,8 @@ LAYOUTS = {  # name: (processes, settings)
 }
 # Wide enough that a save takes some time, and all of its numbers fixed: deterministic=True draws one curve under every layout.
 RUN = dict(n_embd=192, total_batch_size=8 * 32, learning_rate=1e-3, dropout=0.1, deterministic=True, save_interval=3, keep_last=2, log_interval=1)
-EXTRA = [{}, {"async_save": True}]
+ASYNC = {"async_save": True}
+EXTRA = [{}, pytest.param(ASYNC, marks=pytest.mark.full)]
 
 
 def named(more):
@@ -134,7 +135,7 @@ def test_fifty_kills(seed, more, data, tmp_path):
     check_same(tmp_path / "run", undisturbed(tmp_path, data, 400))
 
 
-@pytest.mark.parametrize("more", EXTRA, ids=named)
+@pytest.mark.parametrize("more", [ASYNC, pytest.param({}, marks=pytest.mark.full)], ids=named)
 def test_torchrun_starts_killed_workers_again_and_the_bits_are_the_undisturbed_runs(more, data, tmp_path):
     run, rng = tmp_path / "run", random.Random(7)
     job = Job(2, run, data, ["--standalone", "--max-restarts=3"], **{**RUN, "parallel": "fsdp", **more, "max_iters": 36})
@@ -152,21 +153,6 @@ def test_torchrun_starts_killed_workers_again_and_the_bits_are_the_undisturbed_r
     went_on = [r["step"] for r in records(run, "event") if r["event"] == "resumed"]
     assert went_on == sorted(went_on) and len(went_on) == 3
     check_same(run, undisturbed(tmp_path, data, 36))
-
-
-def test_workers_whose_torchrun_is_killed_leave(data, tmp_path):
-    run = tmp_path / "run"
-    job = Job(2, run, data, **{**RUN, "parallel": "ddp", "max_iters": 100_000, "save_interval": 100_000})
-    try:
-        job.wait_for(lambda: job.step >= 4)
-        workers = job.workers()
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.process.wait()
-        wait_for(lambda: not processes_of(run), 20)
-    finally:
-        for pid in workers:
-            if pid in processes_of(run):
-                os.kill(pid, signal.SIGKILL)
 
 
 def working(job):

@@ -94,8 +94,11 @@ def long_data(tmp_path_factory):
 LONG_UPDATE = dict(total_batch_size=2 * 16 * 4096)  # 4,096 micro-batches: many seconds
 
 
-@pytest.mark.parametrize("where", ["first step", "step", "evaluation"])
-@pytest.mark.parametrize("n, target, parallel", [(1, "worker", "single"), (2, "torchrun", "ddp"), (2, "worker", "fsdp")])
+SIGNALS = [(where, *how) for where in ("first step", "step", "evaluation") for how in ((1, "worker", "single"), (2, "torchrun", "ddp"), (2, "worker", "fsdp"))]
+ALWAYS = [("first step", "ddp"), ("step", "single"), ("step", "fsdp"), ("evaluation", "single"), ("evaluation", "ddp")]
+
+
+@pytest.mark.parametrize("where, n, target, parallel", [case if (case[0], case[3]) in ALWAYS else pytest.param(*case, marks=pytest.mark.full) for case in SIGNALS])
 def test_a_signal_leaves_one_checkpoint_of_one_step_and_an_equal_curve(where, n, target, parallel, long_data, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     settings = dict(parallel=parallel, deterministic=True, max_iters=4, save_interval=50)
@@ -173,7 +176,7 @@ def test_the_save_of_a_stop_waits_for_the_one_in_the_background(n, long_data, tm
 # ---------------------------------------------------------------------------------------------------- hangs and orphans
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_hang_ends_with_every_ranks_stacks_and_torchrun_starts_again(parallel, data, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     run = tmp_path / "run"
