@@ -403,7 +403,7 @@ def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
     The distribution is laid out by token id: in the order of the probabilities two tokens that are nearly even change
     places at the last bit of a logit, and with them everything between.
     """
-    if not torch.isfinite(logits).all():
+    if not torch.isfinite(logits.sum()):
         raise FloatingPointError("the model's logits are not finite: its weights are damaged or it has diverged")
     if temperature < 1e-6:  # logits over it would overflow; the likeliest token has all the probability
         return logits.argmax(-1)
