@@ -409,7 +409,7 @@ def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
         return logits.argmax(-1)
     ids = None
     if top_k is not None and top_k < logits.size(-1):
-        ids, order = logits.topk(top_k).indices.sort()  # (B, top_k)
+        ids = logits.topk(top_k).indices.sort().values  # (B, top_k)
         logits = logits.gather(1, ids)
     p = torch.softmax(logits.double() / temperature, dim=-1)
     if top_p is not None:  # the smallest set whose probability reaches top_p
@@ -429,12 +429,13 @@ def packed_weights(model):
 
     A product of a few rows is as fast as the matrix can be read, and for 1 and 8 rows that takes half and a third of the
     time of the layout that training uses. A second copy of the matrices is held meanwhile. Where there is no such layout
-    (other devices, shards, compiled blocks), nothing changes.
+    (other devices, shards, compiled blocks) or no memory for it, nothing changes.
     """
     weight, dtype = model.wte.weight, cache_dtype(model)
     compiled = any(block._compiled_call_impl is not None for block in model.blocks)
     if (model.packed_head is not None or weight.device.type != "cpu" or type(weight) is not nn.Parameter or compiled
-            or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()):
+            or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()
+            or _free_memory() < 1.1 * dtype.itemsize * sum(p.numel() for p in model.parameters())):
         yield
         return
 
@@ -453,6 +454,15 @@ def packed_weights(model):
         model.packed_head = None
         for linear in linears:
             linear.packed = None
+
+
+def _free_memory():
+    """Bytes that can be had without swapping, where the system says so (Linux)."""
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ answer by the model's chat template; a line of JSON comes out for each.
 
 import codecs
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -308,7 +309,7 @@ def chat(model, tokenizer, s, path):
     signal.signal(signal.SIGINT, interrupt)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  input() edits lines by it
+        importlib.import_module("readline")  # input() edits lines by it
     if talk.template.end_of_turn is None:
         note(f"the {tokenizer.name} tokenizer has no token that ends a turn: answers end with the text or after {s.max_new_tokens} tokens")
     note(f"{path}; Ctrl-C stops an answer, Ctrl-D or /exit leaves")
