@@ -369,6 +369,12 @@ class KVCache:
         self.store[:, :, j], self.length[j] = self.store[:, :, i], self.length[i]
         self.length.pop()
 
+    def grow(self, size):
+        """Makes room for `size` tokens a row."""
+        old, self.size = self.store, size
+        self.store = old.new_zeros(*old.shape[:4], size, old.size(-1))
+        self.store[..., :old.size(-2), :] = old
+
     def begin(self, T):
         """Takes in that T tokens a row come next; returns their positions, as a slice, or (B, 1) where rows differ."""
         device = self.store.device

@@ -183,8 +183,8 @@ def answer_prompts(model, tokenizer, s):
     prompts = [(record, encode(where, record)) for where, record in read_prompts(s.prompts)]
     if not prompts:
         raise UserError(f"{s.prompts} holds no prompts: expected a prompt a line, or JSON lines with \"prompt\" or \"messages\"")
-    options = dict(max_new_tokens=s.max_new_tokens, batch_size=s.batch_size, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed,
-                   samples=s.num_samples, vocab_size=min(model.config.vocab_size, tokenizer.vocab_size))
+    options = dict(max_new_tokens=s.max_new_tokens, batch_size=s.batch_size, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p,
+                   seed=s.seed, samples=s.num_samples, vocab_size=min(model.config.vocab_size, tokenizer.vocab_size))
     with output(s.out) as write, packed_weights(model):
         for start in range(0, len(prompts), WINDOW * s.batch_size):
             window, answers = prompts[start:start + WINDOW * s.batch_size], {}
@@ -206,7 +206,7 @@ def output(path):
         yield lambda text: print(text, end="", flush=True)
         return
     try:
-        file = open(path, "w", encoding="utf-8")
+        file = open(path, "w", encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"--out={path} cannot be written: {error.strerror}") from None
     with full_disk_told(path), file:
@@ -229,7 +229,7 @@ class Conversation:
 
         self.model, self.tokenizer, self.s, self.template = model, tokenizer, s, ChatTemplate(tokenizer)
         self.device = model.wte.weight.device
-        self.cache = KVCache(model, 1, model.config.block_size, cache_dtype(model), self.device)
+        self.cache = KVCache(model, 1, 0, cache_dtype(model), self.device)
         self.ids, self.text = [], ""  # all that was given to the model and picked from it; the cache holds the first of them
         self.messages = [{"role": "system", "content": s.system}] if s.system else []
         self.random = random_stream(s.seed, 0)
@@ -247,10 +247,14 @@ class Conversation:
         pairs = zip(self.ids[:self.cache.length], ids[:-1])
         # behind the first difference the template has changed what was said before
         self.cache.length = next((i for i, (old, new) in enumerate(pairs) if old != new), min(self.cache.length, len(ids) - 1))
-        size, stops, decoder, said = self.model.config.block_size, set(self.template.stop_ids), codecs.getincrementaldecoder("utf-8")("replace"), []
-        self.ids, prompt_length = list(ids), len(ids)
-        steps = generate(self.model, torch.tensor([ids], device=self.device), min(self.s.max_new_tokens, size - len(ids)), self.s.temperature, self.s.top_k,
-                         self.s.top_p, stops, cache=self.cache, streams=[self.random], vocab_size=min(self.model.config.vocab_size, self.tokenizer.vocab_size))
+        size, stops = self.model.config.block_size, set(self.template.stop_ids)
+        most = min(self.s.max_new_tokens, size - len(ids))
+        if self.cache.size < len(ids) + most:  # twice as large each time: a long talk copies little, a short one holds little
+            self.cache.grow(min(size, max(len(ids) + most, 2 * self.cache.size)))
+        steps = generate(self.model, torch.tensor([ids], device=self.device), most, self.s.temperature, self.s.top_k, self.s.top_p, stops,
+                         cache=self.cache, streams=[self.random], vocab_size=min(self.model.config.vocab_size, self.tokenizer.vocab_size))
+        self.ids, prompt_length, said = list(ids), len(ids), []
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             for new in steps:
                 self.ids.append(new.item())
@@ -277,8 +281,8 @@ class Conversation:
                 return rendered.text, ids
             users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
             if len(users) == 1:
-                raise UserError(f"a message of {len(ids):,} tokens with what belongs to it does not fit the context of {size:,} tokens beside an answer "
-                                f"of {room:,}: write a shorter one")
+                raise UserError(f"a message of {len(ids):,} tokens with what belongs to it does not fit the context of {size:,} tokens beside "
+                                f"an answer of {room:,}: write a shorter one")
             del self.messages[users[0]:users[1]]
             self.notes.append(f"the context of {size:,} tokens is full: the oldest turn is forgotten")
 

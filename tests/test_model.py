@@ -264,8 +264,9 @@ def test_tokens_that_follow_a_cache_in_parts_have_the_logits_of_the_whole(shape)
     model, x = noisy(build(**SHAPES[shape])), tokens(2, 20)
     with torch.no_grad():
         expected = model(x)
-        cache, parts = KVCache(model, 2, 32, torch.float32, "cpu"), []
+        cache, parts = KVCache(model, 2, 8, torch.float32, "cpu"), []
         for a, b in ((0, 6), (6, 7), (7, 15), (15, 20)):
+            cache.grow(32 if b > 8 else 8)
             parts.append(model(x[:, a:b], cache=cache))
         assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-4)
         cache.length = 9  # cut back, and other tokens from there on
@@ -273,16 +274,17 @@ def test_tokens_that_follow_a_cache_in_parts_have_the_logits_of_the_whole(shape)
         assert torch.allclose(model(y[:, 9:], cache=cache), model(y)[:, 9:], atol=1e-4) and cache.length == 15
 
 
-@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=1.0, top_k=50), dict(temperature=0.9, top_p=0.9, stop_token=[3, 9, 77, 100])])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=1.0, top_k=50), dict(top_p=0.9, stop_token=[3, 9, 77, 100])])
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3"])
 def test_texts_made_side_by_side_are_those_made_alone(shape, options):
     model = noisy(build(**SHAPES[shape]))
-    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 7, 1, 20, 31, 32, 40, 5, 5, 14)]  # some fill the context, or are longer
-    for new in (1, 25):
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 20, 31, 40, 5, 1)]  # some fill the context, one is longer
+    for new in (1, 14):
         found = {(i, j): ids for i, j, ids in complete(model, prompts, new, batch_size=4, samples=2, seed=7, **options)}
-        assert sorted(found) == [(i, j) for i in range(10) for j in range(2)]
+        assert sorted(found) == [(i, j) for i in range(6) for j in range(2)]
         for i, prompt in enumerate(prompts):
-            for j, row in enumerate(torch.stack(list(generate(model, torch.tensor([prompt] * 2), new, seed=7, **options)), dim=1).tolist()):
+            alone = torch.stack(list(generate(model, torch.tensor([prompt] * 2), new, seed=7, **options)), dim=1)
+            for j, row in enumerate(alone.tolist()):
                 ends = [n for n, token in enumerate(row) if token in options.get("stop_token", [])]
                 assert found[i, j] == row[:ends[0] + 1 if ends else None], (prompt, j)
 
