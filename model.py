@@ -6,7 +6,10 @@ residual projections initialised smaller. The switches of ModelConfig turn the s
 Shapes in comments: B batch, T time, C channels (n_embd), H query heads, K key/value heads, D head size, V vocabulary.
 """
 
+import contextlib
+import copy
 import math
+from collections import deque
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -101,8 +104,15 @@ def _listed(values):
 
 
 class Linear(nn.Linear):
+    packed = None  # another form of the same matrix, while text is generated: see packed_weights
+
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""
+
+    def forward(self, x):
+        if self.packed is None or torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return self.packed(x)
 
 
 class Embedding(nn.Embedding):
@@ -167,11 +177,13 @@ class Attention(nn.Module):
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, H, T, D), (B, K, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        mask = None
         if cache is not None:
-            k, v = cache.append(self, k, v)  # (B, K, all so far, D)
+            k, v, mask = cache.append(self, k, v)  # (B, K, all so far, D) twice
         y = F.scaled_dot_product_attention(
             q, k, v,
-            is_causal=T > 1,  # one new token sees all that is cached; several are only ever the first ones (see KVCache)
+            attn_mask=mask,
+            is_causal=T > 1 and mask is None,  # one new token sees all that is cached
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.n_kv_head != self.n_head,
         )
@@ -216,6 +228,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tie_embeddings else Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.packed_head = None  # the head's part of packed_weights, whether it is the embedding or not
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.recompute = False  # activation checkpointing: keep a block's input only, compute the rest again in the backward
 
@@ -245,25 +258,29 @@ class GPT(nn.Module):
         With targets (B, T), IGNORE where there is no label: the sum of the cross-entropies over `divisor`, in nats.
         Without: logits (B, T, V) float32; with last_only, those of the last position, (B, 1, V).
         """
-        start = cache.length if cache is not None else 0
+        T = tokens.size(1)
+        at = slice(0, T) if cache is None else cache.begin(T)  # the tokens' positions; (B, 1) where each row has its own
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[start:start + tokens.size(1)]
+            x = x + self.wpe.weight[at]
         x = self.dropout(x)
-        rope = self.rope[:, start:start + tokens.size(1)] if self.rope is not None else None
+        rope = self.rope[:, at] if self.rope is not None else None  # (2, T, D)
+        if rope is not None and rope.dim() == 4:
+            rope = rope.unsqueeze(2)  # (2, B, heads, 1, D)
         for block in self.blocks:
             if self.recompute and self.training:
                 x = checkpoint(block, x, rope, use_reentrant=False)
             else:
                 x = block(x, rope, cache)
         if cache is not None:
-            cache.length += tokens.size(1)
+            cache.end(T)
         if last_only:
             x = x[:, -1:]
         x = self.norm(x)
         weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
         if targets is None:
-            return F.linear(x, weight)[..., :self.config.vocab_size].float()
+            packed = self.packed_head is not None and not torch.is_grad_enabled()
+            return (self.packed_head(x) if packed else F.linear(x, weight))[..., :self.config.vocab_size].float()
         return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size, divisor)
 
     def flops_per_token(self):
@@ -349,57 +366,162 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, laid out once: (B, K, block_size, D) twice a layer. Filled by several tokens
-    only while empty, by one token at a time after that, so attention never needs a mask."""
+    """Keys and values of the tokens so far, laid out once: (B, K, size, D) twice a layer.
+
+    `length` counts the tokens held: an int while all rows hold as many, else a list with each row's own. Making it smaller
+    cuts the cache back. Rows of one length take any number of tokens at a time, rows of different lengths one.
+    """
 
     def __init__(self, model, batch_size, size, dtype, device):
         c = model.config
         shape = (c.n_layer, 2, batch_size, c.n_kv_head, size, c.head_dim)
-        self.store = torch.empty(shape, dtype=dtype, device=device)
+        self.store = torch.zeros(shape, dtype=dtype, device=device)  # a masked value counts 0 times: it must not be NaN
         self.layer = {block.attn: i for i, block in enumerate(model.blocks)}
         self.length, self.size = 0, size
 
+    def row(self, i):
+        """An empty cache over the memory of row i."""
+        part = copy.copy(self)
+        part.store, part.length = self.store[:, :, i:i + 1], 0
+        return part
+
+    def move(self, i, j):
+        """The last of the rows in use, i, becomes row j."""
+        self.store[:, :, j], self.length[j] = self.store[:, :, i], self.length[i]
+        self.length.pop()
+
+    def grow(self, size):
+        """Makes room for `size` tokens a row."""
+        old, self.size = self.store, size
+        self.store = old.new_zeros(*old.shape[:4], size, old.size(-1))
+        self.store[..., :old.size(-2), :] = old
+
+    def begin(self, T):
+        """Takes in that T tokens a row come next; returns their positions, as a slice, or (B, 1) where rows differ."""
+        device = self.store.device
+        if isinstance(self.length, int):
+            start, self.stop, self.mask = self.length, self.length + T, None
+            if start and T > 1:  # each sees what was there and those before it among the new ones
+                self.mask = torch.ones(T, self.stop, dtype=torch.bool, device=device).tril(start)  # (T, S)
+            return slice(start, self.stop)
+        self.stop = max(self.length) + 1
+        self.at = torch.tensor(self.length, device=device)
+        self.mask = (torch.arange(self.stop, device=device) <= self.at[:, None])[:, None, None]  # (B, 1, 1, S)
+        return self.at[:, None]
+
     def append(self, attention, k, v):
-        new, end = self.store[self.layer[attention]], self.length + k.size(2)
-        new[0, :, :, self.length:end], new[1, :, :, self.length:end] = k, v
-        return new[0, :, :, :end], new[1, :, :, :end]
+        """Keeps k, v (B, K, T, D); returns those of all tokens so far, (B, K, S, D), and the mask that attention needs, if any."""
+        new = self.store[self.layer[attention]][:, :len(k)]  # rows of different lengths may be fewer than there is room for
+        if isinstance(self.length, int):
+            new[0, :, :, self.length:self.stop], new[1, :, :, self.length:self.stop] = k, v
+        else:
+            row = torch.arange(len(k), device=k.device)
+            new[0, row, :, self.at], new[1, row, :, self.at] = k[:, :, 0], v[:, :, 0]
+        return new[0, :, :, :self.stop], new[1, :, :, :self.stop], self.mask
+
+    def end(self, T):
+        """The T tokens are in."""
+        self.length = self.stop if isinstance(self.length, int) else [n + T for n in self.length]
 
 
 def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
-    """Next tokens (B,) from logits (B, V): greedy at temperature 0, else by inverting the distribution at `uniform` (B,)."""
-    if not torch.isfinite(logits).all():
+    """Next tokens (B,) from logits (B, V): greedy at temperature 0, else by inverting the distribution at `uniform` (B,).
+
+    The distribution is laid out by token id: in the order of the probabilities two tokens that are nearly even change
+    places at the last bit of a logit, and with them everything between.
+    """
+    if not torch.isfinite(logits.sum()):
         raise FloatingPointError("the model's logits are not finite: its weights are damaged or it has diverged")
     if temperature < 1e-6:  # logits over it would overflow; the likeliest token has all the probability
         return logits.argmax(-1)
-    p, ids = torch.sort(torch.softmax(logits.double() / temperature, dim=-1), dim=-1, descending=True, stable=True)  # (B, V)
-    if top_k is not None:
-        p[:, top_k:] = 0
-    total = p.cumsum(-1)
+    ids = None
+    if top_k is not None and top_k < logits.size(-1):
+        ids = logits.topk(top_k).indices.sort().values  # (B, top_k)
+        logits = logits.gather(1, ids)
+    p = torch.softmax(logits.double() / temperature, dim=-1)
     if top_p is not None:  # the smallest set whose probability reaches top_p
-        p = torch.where(total - p < top_p * total[:, -1:], p, 0)
-        total = p.cumsum(-1)
-    chosen = torch.searchsorted(total, (uniform.double()[:, None] * total[:, -1:]), right=True)
-    last = (p > 0).sum(-1, keepdim=True) - 1  # rounding must not reach past the last token with any probability
-    return ids.gather(1, torch.minimum(chosen, last))[:, 0]
+        falling, order = p.sort(dim=-1, descending=True, stable=True)
+        outside = falling.cumsum(-1) - falling >= top_p
+        p = p.masked_fill(outside.scatter(1, order, outside), 0)
+    total = p.cumsum(-1)
+    chosen = torch.searchsorted(total, uniform.double()[:, None] * total[:, -1:], right=True)
+    last = (total < total[:, -1:]).sum(-1, keepdim=True)  # rounding must not reach past the last token with any probability
+    chosen = torch.minimum(chosen, last)
+    return (chosen if ids is None else ids.gather(1, chosen))[:, 0]
+
+
+@contextlib.contextmanager
+def packed_weights(model):
+    """Inside, while no gradient is asked for, a CPU multiplies by each matrix in oneDNN's own layout, which it reads in order.
+
+    A product of a few rows is as fast as the matrix can be read, and for 1 and 8 rows that takes half and a third of the
+    time of the layout that training uses. A second copy of the matrices is held meanwhile. Where there is no such layout
+    (other devices, shards, compiled blocks) or no memory for it, nothing changes.
+    """
+    weight, dtype = model.wte.weight, cache_dtype(model)
+    compiled = any(block._compiled_call_impl is not None for block in model.blocks)
+    if (model.packed_head is not None or weight.device.type != "cpu" or type(weight) is not nn.Parameter or compiled
+            or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()
+            or _free_memory() < 1.1 * dtype.itemsize * sum(p.numel() for p in model.parameters())):
+        yield
+        return
+
+    linear_of = torch.ops.mkldnn._linear_pointwise.default  # named in full: looking for the overload takes 2 us, 73 times a token
+
+    def pack(weight, bias):
+        blocked, bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype)), None if bias is None else bias.to(dtype)
+        return lambda x: linear_of(x.to(dtype), blocked, bias, "none", [], "")
+
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m is not model.head]
+    try:
+        with torch.no_grad():
+            for linear in linears:
+                linear.packed = pack(linear.weight, linear.bias)
+            model.packed_head = pack(weight if model.head is None else model.head.weight, None)
+        yield
+    finally:
+        model.packed_head = None
+        for linear in linears:
+            linear.packed = None
+
+
+def _free_memory():
+    """Bytes that can be had without swapping, where the system says so (Linux)."""
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
+
+
+@contextlib.contextmanager
+def _generating(model):
+    was_training = model.training
+    model.eval()
+    try:
+        with packed_weights(model):
+            yield
+    finally:
+        model.train(was_training)
 
 
 @torch.inference_mode()
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, use_cache=True,
-             vocab_size=None):
+             vocab_size=None, cache=None, streams=None):
     """Yields the next token of each row, int64 (B,), up to max_new_tokens times; tokens (B, T >= 1) are the prompts.
 
-    Rows that have met stop_token go on yielding it; the generator ends once all have. The n-th token of row i is a
-    function of (seed, i, n) and the logits. Longer than the context: the last block_size tokens are what the model sees.
-    Ids from vocab_size (default: the model's) on are never picked.
+    Rows that have met stop_token (an id, or several) go on yielding it; the generator ends once all have. The n-th token of
+    row i is a function of (seed, i, n) and the logits. Longer than the context: the last block_size tokens are what the
+    model sees. Ids from vocab_size (default: the model's) on are never picked. A `cache` that holds the first tokens already
+    spares computing those, and is left holding all but the last that was yielded.
     """
     B, size = tokens.size(0), model.config.block_size
-    generators = [torch.Generator().manual_seed(derive_seed("sample", seed, i)) for i in range(B)]
+    streams = streams or [random_stream(seed, i) for i in range(B)]
+    stops = torch.tensor(_stops(stop_token), dtype=torch.int64, device=tokens.device)
     done = torch.zeros(B, dtype=torch.bool, device=tokens.device)
-    was_training = model.training
-    model.eval()
-    try:
-        cache, new = None, tokens[:, -size:]
-        tokens = new.clone()
+    tokens = tokens[:, -size:]
+    new = tokens if cache is None else tokens[:, cache.length:]
+    with _generating(model):
         for _ in range(max_new_tokens):
             if not use_cache or tokens.size(1) >= size:
                 # every token's position moves once the window slides: what is cached is of no use any more
@@ -409,19 +531,89 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=N
                     length = min(size, tokens.size(1) + max_new_tokens)
                     cache = KVCache(model, B, length, cache_dtype(model), tokens.device)
                 logits = model(new, cache=cache, last_only=True)[:, -1]
-            uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-            where = "cpu" if tokens.device.type == "mps" else tokens.device  # MPS has no float64
-            picked = pick(logits[:, :vocab_size].to(where), uniform.to(where), temperature, top_k, top_p).to(tokens.device)
+            picked = _choose(logits, streams, temperature, top_k, top_p, vocab_size)
             if stop_token is not None:
-                picked = torch.where(done, stop_token, picked)
-                done |= picked == stop_token
+                picked = torch.where(done, tokens[:, -1], picked)
+                done |= torch.isin(picked, stops)
             yield picked
             if done.all():
                 return
             new = picked[:, None]
             tokens = torch.cat((tokens, new), dim=1)[:, -size:]
-    finally:
-        model.train(was_training)
+
+
+@torch.inference_mode()
+def complete(model, prompts, max_new_tokens, batch_size=8, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, vocab_size=None,
+             samples=1):
+    """Yields (i, j, ids) as the j-th of `samples` texts that follow the i-th prompt ends: what generate() yields in its row j for
+    that prompt alone, but for rounding.
+
+    prompts: lists of ids, of any lengths. Up to batch_size texts are in work, each in a row of the cache at its own length,
+    so nothing is padded; where one ends, the next one starts.
+    """
+    size, device = model.config.block_size, model.wte.weight.device
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, vocab_size=vocab_size)
+    stops = _stops(stop_token)
+    waiting, rows = deque((i, j) for i in range(len(prompts)) for j in range(samples)), []
+    B, longest = min(batch_size, len(waiting)), max(map(len, prompts), default=0)
+    cache = KVCache(model, B, min(size, longest + max_new_tokens), cache_dtype(model), device)
+    cache.length = []
+
+    def is_whole(text):
+        """Whether a text has ended. One that fills the context slides on alone: there is nothing to share with the others."""
+        i, _, ids, stream = text
+        left = len(prompts[i]) + max_new_tokens - len(ids)
+        if left == 0 or len(ids) > len(prompts[i]) and ids[-1] in stops:
+            return True
+        if len(ids) < size:
+            return False
+        rest = generate(model, torch.tensor([ids], device=device), left, stop_token=stop_token, streams=[stream], **options)
+        ids += [token.item() for token in rest]
+        return True
+
+    with _generating(model):
+        while waiting or rows:
+            while waiting and len(rows) < B:
+                i, j = waiting.popleft()
+                text = i, j, list(prompts[i]), random_stream(seed, j)
+                if len(prompts[i]) < size:
+                    part = cache.row(len(rows))
+                    logits = model(torch.tensor([prompts[i]], device=device), cache=part, last_only=True)[:, -1]
+                    text[2].append(_choose(logits, text[3:], **options).item())
+                if is_whole(text):
+                    yield i, j, text[2][len(prompts[i]):]
+                else:
+                    rows.append(text)
+                    cache.length.append(len(prompts[i]))
+            if not rows:
+                return
+            last = torch.tensor([[ids[-1]] for _, _, ids, _ in rows], device=device)
+            logits = model(last, cache=cache, last_only=True)[:, -1]
+            picked = _choose(logits, [stream for *_, stream in rows], **options).tolist()
+            for r in reversed(range(len(rows))):
+                rows[r][2].append(picked[r])
+                if is_whole(rows[r]):
+                    i, j, ids, _ = rows[r]
+                    yield i, j, ids[len(prompts[i]):]
+                    rows[r] = rows[-1]  # the last row takes the place
+                    rows.pop()
+                    cache.move(len(rows), r)
+
+
+def _stops(stop_token):
+    return [] if stop_token is None else [stop_token] if isinstance(stop_token, int) else list(stop_token)
+
+
+def random_stream(seed, i):
+    """The random numbers of the i-th text under a seed, whatever else is made beside it."""
+    return torch.Generator().manual_seed(derive_seed("sample", seed, i))
+
+
+def _choose(logits, streams, temperature, top_k, top_p, vocab_size):
+    """pick() among the first vocab_size ids, with the next number of each row's stream."""
+    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in streams])
+    where = "cpu" if logits.device.type == "mps" else logits.device  # MPS has no float64
+    return pick(logits[:, :vocab_size].to(where), uniform.to(where), temperature, top_k, top_p).to(logits.device)
 
 
 def cache_dtype(model):

@@ -1,16 +1,16 @@
 """Text to ids and back: bytes, characters, tiktoken's encodings and any tokenizer.json, behind one small class."""
 
 import difflib
+import functools
 import hashlib
 import json
 import os
 import re
-from functools import cached_property
 
 import numpy as np
 
 from engine.errors import UserError
-from engine.untrusted import read_json, read_plain_pickle, refuse
+from engine.untrusted import read_bounded, read_plain_pickle, refuse
 
 LARGEST_VOCABULARY = 1 << 22  # ids of a tokenizer.json: the largest known has a sixteenth of them
 LARGEST_FILE = 300_000_000  # bytes of a tokenizer.json: the largest known has a tenth
@@ -27,16 +27,24 @@ class Tokenizer:
     kind is "byte", "char", "tiktoken" or "json", name says which one of its kind. token_bytes holds the bytes of every
     id, None where an encoding leaves an id unused. special_tokens maps the control tokens to their ids, and eot_id is
     the one that ends a document (None where there is none). encode_numpy(text) gives an integer array; a text that
-    spells a control token stays ordinary text.
+    spells a control token stays ordinary text. controls maps all that a chat template may write to their ids: besides
+    special_tokens, added tokens that are not marked as special but stand in brackets, as Qwen3's <think>.
+
+    files: {name: text} of what it was read from, for save(). chat_template (None where it has none) and named_tokens
+    ({"eos_token": ...}) are what its configuration says.
     """
 
-    def __init__(self, kind, name, token_bytes, encode_numpy, special_tokens, eot, chars=None, json_text=None):
+    def __init__(self, kind, name, token_bytes, encode_numpy, special_tokens, eot, chars=None, controls=None, encode_controls=None, files=None,
+                 chat_template=None, named_tokens=None):
         self.kind, self.name, self.token_bytes, self.encode_numpy = kind, name, token_bytes, encode_numpy
-        self.special_tokens, self.chars, self.json_text = special_tokens, chars, json_text
+        self.special_tokens, self.chars, self.files = special_tokens, chars, files or {}
+        self.controls = special_tokens if controls is None else controls
+        self.chat_template, self.named_tokens = chat_template, named_tokens or {}
+        self._encode_controls = encode_controls
         self.vocab_size = len(token_bytes)
         self.eot_id = None if eot is None else special_tokens[eot]
 
-    @cached_property
+    @functools.cached_property
     def fingerprint(self):
         """Changes when the bytes of any id change. What wrapped them does not count: GPT-2 by tiktoken is GPT-2's
         tokenizer.json."""
@@ -53,6 +61,25 @@ class Tokenizer:
     def encode(self, text):
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
         return self.encode_numpy(text).tolist()
+
+    @functools.cached_property
+    def _control(self):
+        return re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))) or "(?!)")
+
+    def find_controls(self, text):
+        """[(start, stop)] of all that spells a control token in a text."""
+        return [match.span() for match in self._control.finditer(text)]
+
+    def encode_controls(self, text, spans):
+        """str -> list of ids, in which the control tokens at `spans`, some of find_controls(text), are such, and all else,
+        whatever it spells, is ordinary text."""
+        if self._encode_controls:
+            return self._encode_controls(text, spans, spans == self.find_controls(text))
+        ids, at = [], 0
+        for start, stop in spans:
+            ids += [*self.encode(text[at:start]), self.controls[text[start:stop]]]
+            at = stop
+        return ids + self.encode(text[at:])
 
     def decode_bytes(self, ids):
         """ids -> the bytes they stand for, control tokens spelled out. Bytes of parts, joined, are those of the whole,
@@ -77,10 +104,11 @@ class Tokenizer:
         return identity if self.chars is None else {**identity, "chars": self.chars}
 
     def save(self, folder):
-        """Writes tokenizer.json into folder where the identity alone would not do (kind "json")."""
-        if self.json_text is not None:
-            with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8", newline="") as file:
-                file.write(self.json_text)
+        """Writes the files into folder that the identity alone would not do for (kind "json"): tokenizer.json, and the
+        configuration that came with it."""
+        for name, text in self.files.items():
+            with open(os.path.join(folder, name), "w", encoding="utf-8", newline="") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -231,7 +259,8 @@ def tiktoken_tokenizer(name, eot=None):
 
 
 def json_tokenizer(path, eot=None):
-    """A tokenizer.json (path to it, or to its folder) by the tokenizers library. Raises UserError.
+    """A tokenizer.json (path to it, or to its folder) by the tokenizers library, with the tokenizer_config.json and
+    chat_template.jinja beside it. Raises UserError.
 
     Text never makes a token that the file marks as special; added tokens that it does not mark so (Qwen3's <think>)
     are ordinary vocabulary. vocab_size counts added tokens: the highest id + 1.
@@ -251,6 +280,13 @@ def json_tokenizer(path, eot=None):
         raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None
     except Exception as error:  # tokenizers raises a bare Exception
         raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+    config, chat_template, files = read_tokenizer_config(folder)
+    for i, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        if engine.token_to_id(token["content"]) is None:  # older files name some here alone
+            engine.add_tokens([tokenizers.AddedToken(**token)])
+            if engine.token_to_id(token["content"]) != int(i):
+                raise UserError(f"{folder}/tokenizer_config.json gives {token['content']} the id {i}, the next free one of {path} is "
+                                f"{engine.token_to_id(token['content'])}: the two files do not belong together")
     engine.encode_special_tokens = True
     engine.no_truncation()  # a file saved after training may hold both, and would lose or add ids silently
     engine.no_padding()
@@ -259,23 +295,70 @@ def json_tokenizer(path, eot=None):
         # a batch of one: the fast call without offsets (30% less time) is there for batches only
         return np.array(engine.encode_batch_fast([whole(text)], add_special_tokens=False)[0].ids, np.uint32)
 
-    special = {token.content: i for i, token in engine.get_added_tokens_decoder().items() if token.special}
-    eot = end_of_text(special, eot, configured_eos(folder), path)
-    return Tokenizer("json", os.path.basename(folder), json_token_bytes(engine, path), encode, special, eot,
-                     json_text=json_text)
+    added = engine.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    controls = special | {token.content: i for i, token in added.items() if re.fullmatch(r"<.+>|\[.+\]", token.content)}
+
+    @functools.cache
+    def renamed():
+        """The same tokenizer with control tokens that no text spells, and what gives their ids; in U+FDD0, which is never
+        a character."""
+        state = json.loads(engine.to_str())
+        names = {i: f"\ufdd0{i}\ufdd0" for i in controls.values()}
+        for token in state["added_tokens"]:
+            if token["id"] in names:
+                token.update(content=names[token["id"]], normalized=False)
+        other = tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
+        return other, names, {other.token_to_id(name): i for i, name in names.items()}
+
+    def encode_controls(text, spans, all_of_them):
+        if all_of_them:
+            engine.encode_special_tokens = False
+            try:
+                return engine.encode_batch_fast([whole(text)], add_special_tokens=False)[0].ids
+            finally:
+                engine.encode_special_tokens = True
+        other, names, ids = renamed()
+        parts, at = [], 0
+        for start, stop in spans:
+            parts += [text[at:start].replace("\ufdd0", "\ufffd"), names[controls[text[start:stop]]]]
+            at = stop
+        parts.append(text[at:].replace("\ufdd0", "\ufffd"))
+        found = other.encode_batch_fast([whole("".join(parts))], add_special_tokens=False)[0].ids
+        if sum(i in ids for i in found) != len(spans) or set(found) & (set(controls.values()) - set(ids)):
+            raise UserError(f"{path} makes a control token of ordinary text: take the control tokens out of the messages")
+        return [ids.get(i, i) for i in found]
+
+    named = {key: value["content"] if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
+    named = {key: value for key, value in named.items() if isinstance(value, str)}
+    eot = end_of_text(special, eot, named.get("eos_token"), path)
+    return Tokenizer("json", os.path.basename(folder), json_token_bytes(engine, path), encode, special, eot, controls=controls,
+                     encode_controls=encode_controls, files={"tokenizer.json": json_text, **files}, chat_template=chat_template,
+                     named_tokens=named)
 
 
-def configured_eos(folder):
-    """The eos_token of the tokenizer_config.json beside a tokenizer.json, or None."""
-    path = os.path.join(folder, "tokenizer_config.json")
+def read_tokenizer_config(folder):
+    """What stands beside a tokenizer.json: (tokenizer_config.json as a dict, the chat template or None, {name: text} of the
+    files read)."""
+    files = {}
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        try:
+            files[name] = read_bounded(os.path.join(folder, name)).decode()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise refuse(os.path.join(folder, name), "a tokenizer's configuration", error) from None
     try:
-        eos = read_json(path).get("eos_token")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise refuse(path, "a tokenizer's configuration", error) from None
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return eos if isinstance(eos, str) else None
+        config = json.loads(files.get("tokenizer_config.json", "{}"))
+        template = files.get("chat_template.jinja") or config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {t["name"]: t["template"] for t in template}.get("default")
+        config["added_tokens_decoder"] = dict(config.get("added_tokens_decoder") or {})
+        for i, token in config["added_tokens_decoder"].items():
+            int(i), token["content"]
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        raise refuse(os.path.join(folder, "tokenizer_config.json"), "a tokenizer's configuration", error) from None
+    return config, template, files
 
 
 def end_of_text(special, asked, configured, name):

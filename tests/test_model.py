@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import model as model_module
 from engine.families import open_weights
-from model import GPT, IGNORE, KVCache, ModelConfig, generate, linear_cross_entropy, pick
+from model import GPT, IGNORE, KVCache, ModelConfig, complete, generate, linear_cross_entropy, packed_weights, pick
 from sample import load_model
 
 pytestmark = pytest.mark.quick
@@ -257,6 +257,58 @@ def test_a_stop_token_ends_a_row_and_then_the_text():
     stop = int(greedy[4])
     stopped = torch.stack(list(generate(model, tokens(1, 5), 10, temperature=0, stop_token=stop)))[:, 0]
     assert torch.equal(stopped, greedy[:list(greedy).index(stop) + 1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_that_follow_a_cache_in_parts_have_the_logits_of_the_whole(shape):
+    model, x = noisy(build(**SHAPES[shape])), tokens(2, 20)
+    with torch.no_grad():
+        expected = model(x)
+        cache, parts = KVCache(model, 2, 8, torch.float32, "cpu"), []
+        for a, b in ((0, 6), (6, 7), (7, 15), (15, 20)):
+            cache.grow(32 if b > 8 else 8)
+            parts.append(model(x[:, a:b], cache=cache))
+        assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-4)
+        cache.length = 9  # cut back, and other tokens from there on
+        y = torch.cat((x[:, :9], tokens(2, 6, seed=3)), dim=1)
+        assert torch.allclose(model(y[:, 9:], cache=cache), model(y)[:, 9:], atol=1e-4) and cache.length == 15
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=1.0, top_k=50), dict(top_p=0.9, stop_token=[3, 9, 77, 100])])
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3"])
+def test_texts_made_side_by_side_are_those_made_alone(shape, options):
+    model = noisy(build(**SHAPES[shape]))
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 20, 31, 40, 5, 1)]  # some fill the context, one is longer
+    for new in (1, 14):
+        found = {(i, j): ids for i, j, ids in complete(model, prompts, new, batch_size=4, samples=2, seed=7, **options)}
+        assert sorted(found) == [(i, j) for i in range(6) for j in range(2)]
+        for i, prompt in enumerate(prompts):
+            alone = torch.stack(list(generate(model, torch.tensor([prompt] * 2), new, seed=7, **options)), dim=1)
+            for j, row in enumerate(alone.tolist()):
+                ends = [n for n, token in enumerate(row) if token in options.get("stop_token", [])]
+                assert found[i, j] == row[:ends[0] + 1 if ends else None], (prompt, j)
+
+
+def test_no_row_of_a_batch_is_left_idle_while_prompts_wait(monkeypatch):
+    rows, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, t, *a, **k: rows.append(t.shape) or forward(self, t, *a, **k))
+    prompts = [[1] * n for n in (3, 5, 4, 6)]
+    list(complete(noisy(build()), prompts, 5, batch_size=2, temperature=0))
+    assert sum(T == 1 for _, T in rows) == 8 and all(B == 2 for B, T in rows if T == 1)
+    assert [shape for shape in rows if shape[1] > 1] == [(1, 3), (1, 5), (1, 4), (1, 6)]  # nothing is padded
+
+
+def test_packed_weights_give_the_same_logits_and_never_reach_a_gradient():
+    for shape in SHAPES.values():
+        model, x = noisy(build(**shape)), tokens(2, 9)
+        with torch.no_grad():
+            expected = model(x)
+            with packed_weights(model), packed_weights(model):
+                assert model.packed_head is not None and model.blocks[0].attn.q.packed is not None
+                assert torch.allclose(model(x), expected, atol=1e-4)
+        with packed_weights(model):
+            model(x, tokens(2, 9, seed=1)).backward()
+        assert model.blocks[0].mlp.up.weight.grad.any() and model.packed_head is None and model.blocks[0].attn.q.packed is None
 
 
 def test_weights_that_are_not_finite_stop_a_sample():

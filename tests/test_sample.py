@@ -118,3 +118,51 @@ def test_texts_that_end_do_not_wait_aloud(run):
 def test_a_tokenizer_of_another_size_is_told(chars):
     result = sample(chars, "--tokenizer=byte", "--start=z", code=2)
     assert len(result.errors) == 1 and "vocabulary ends at" in result.errors[0]
+
+
+# ------------------------------------------------------------------------------------------------------- files of prompts
+
+PROMPTS = ["def f(x):", "a", "import os, sys, numpy as", "x = ", "class Value: name", "return 1", "for i in range(10): print(i)", "é", "if"]
+
+
+def answers(text):
+    import json
+
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("how", [["--temperature=0"], ["--temperature=1", "--seed=5"], ["--top_p=0.9", "--stop"]])
+def test_answers_to_a_file_of_prompts_are_those_made_one_by_one(run, tmp_path, how):
+    (tmp_path / "p.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    batched = answers(sample(run, f"--prompts={tmp_path / 'p.txt'}", "--max_new_tokens=12", "--batch_size=4", *how).out)
+    assert [a["prompt"] for a in batched] == PROMPTS
+    for prompt, found in list(zip(PROMPTS, batched))[::3]:
+        alone = sample(run, f"--start={prompt}", "--max_new_tokens=12", *how).out
+        ending = "<|endoftext|>" if found["ended"] else ""
+        assert alone == prompt + found["answer"] + ending + "\n" and found["tokens"] <= 12
+
+
+def test_a_jsonl_of_prompts_keeps_its_records_and_goes_to_a_file(run, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"id": 7, "prompt": "a"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n{"prompt": ""}\n')
+    result = sample(run, f"--prompts={tmp_path / 'p.jsonl'}", f"--out={tmp_path / 'a.jsonl'}", "--num_samples=2", "--max_new_tokens=5")
+    found = answers((tmp_path / "a.jsonl").read_text(encoding="utf-8"))
+    assert not result.out and [(a.get("id"), a["sample"]) for a in found] == [(7, 0), (7, 1), (None, 0), (None, 1), (None, 0), (None, 1)]
+    assert found[2]["messages"][0]["content"] == "hi" and found[0]["answer"] != found[1]["answer"]
+    sample(run, f"--prompts={tmp_path / 'p.jsonl'}", f"--out={tmp_path / 'none' / 'a.jsonl'}", code=2)
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("none.txt", None, ["none.txt", "No such file"]), ("empty.txt", b"\n\n", ["holds no prompts"]), ("bad.txt", b"abc\xff", ["UTF-8"]),
+    ("broken.jsonl", b'{"prompt": "a"}\n{"prompt": \n', ["broken.jsonl line 2", "not JSON"]), ("list.jsonl", b"[1]\n", ["list.jsonl line 1", "prompt"]),
+    ("both.jsonl", b'{"prompt": "a", "messages": []}', ["line 1", "either"]), ("number.jsonl", b'{"prompt": 5}', ["line 1", "to be text"]),
+    ("talk.jsonl", b'{"prompt": "a"}\n{"messages": [{"role": "user"}]}', ["talk.jsonl line 2", "message 1"])])
+def test_prompts_that_cannot_be_read_are_one_sentence(run, tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    result = sample(run, f"--prompts={tmp_path / name}", code=2)
+    assert len(result.errors) == 1 and all(w in result.errors[0] for w in words) and not result.out, result.err
+
+
+def test_one_way_to_sample_at_a_time(run):
+    for args in (["--chat", "--start=a"], ["--prompts=a.txt", "--chat"], ["--out=a.jsonl"], ["--system=a"]):
+        assert len(sample(run, *args, code=2).errors) == 1
