@@ -329,7 +329,7 @@ def json_tokenizer(path, eot=None):
             raise UserError(f"{path} makes a control token of ordinary text: take the control tokens out of the messages")
         return [ids.get(i, i) for i in found]
 
-    named = {key: value["content"] if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
+    named = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
     named = {key: value for key, value in named.items() if isinstance(value, str)}
     eot = end_of_text(special, eot, named.get("eos_token"), path)
     return Tokenizer("json", os.path.basename(folder), json_token_bytes(engine, path), encode, special, eot, controls=controls,

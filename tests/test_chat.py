@@ -149,7 +149,7 @@ def test_the_template_is_found_where_transformers_saves_it(tmp_path):
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(str(tmp_path / "saved")).chat_template == "beside"
     (tmp_path / "list" / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(UserError, match="tokenizer_config.json cannot be read"):
+    with pytest.raises(UserError, match="tokenizer_config.json is not a tokenizer's configuration"):
         load_tokenizer(str(tmp_path / "list"))
 
 
