@@ -181,7 +181,7 @@ def run_rank(argv, place, watch):
     def save(last=False):
         """False where the weights or the optimizer's state are not finite: such a checkpoint is never written."""
         return saver.save({
-            "step": step, "samples": samples, "skips": skips, "optimizer_updates": optimizer.updates, "loss_scale": scale.state(), "config": resolved,
+            "step": step, "samples": samples, "skips": list(skips), "optimizer_updates": optimizer.updates, "loss_scale": scale.state(), "config": resolved,
             "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None, "dataset": train_data.fingerprint,
             "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout, "world_size": place.ranks, "versions": versions,
             "wandb_run_id": wandb_id}, last)

@@ -169,4 +169,4 @@ class Snapshot:
 def give_way():
     """Lets the calling thread run only where the loop's threads leave a core idle (Linux; elsewhere it has no say)."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
