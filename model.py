@@ -460,7 +460,8 @@ def packed_weights(model):
     """
     weight, dtype = model.wte.weight, cache_dtype(model)
     compiled = any(block._compiled_call_impl is not None for block in model.blocks)
-    if (model.packed_head is not None or weight.device.type != "cpu" or type(weight) is not nn.Parameter or compiled
+    sharded = hasattr(model, "unshard")  # FSDP's, whether its parameters are gathered at the moment or not
+    if (model.packed_head is not None or weight.device.type != "cpu" or sharded or compiled
             or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()
             or _free_memory() < 1.1 * dtype.itemsize * sum(p.numel() for p in model.parameters())):
         yield
