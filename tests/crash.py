@@ -111,7 +111,7 @@ def kill_everywhere(argv, home, start=None, inside=""):
 def see_syncs(argv, home):
     """One run; prints every renaming and removal in its folder, each with what a power cut just then would find there."""
     run, told = os.path.join(home, "run"), os.path.join(home, "told.json")
-    synced, seen = {}, []  # inode: content as last synced
+    synced, seen, curve = {}, [], [0]  # inode: content as last synced; the last update in metrics.jsonl as last synced
 
     def content(path):
         if os.path.isdir(path):
@@ -126,14 +126,17 @@ def see_syncs(argv, home):
     def before(what, path, target):
         if what == "sync":
             synced[os.stat(path).st_ino] = content(path)
+            if os.path.basename(path) == "metrics.jsonl":
+                with open(path) as f:
+                    curve[0] = max([r["step"] for r in map(json.loads, f) if r["kind"] == "train"], default=0)
         if what not in ("rename", "remove", "rmdir") or not os.path.exists(path):
             return
-        folder, metrics = os.path.dirname(path), os.path.join(run, "metrics.jsonl")
+        folder = os.path.dirname(path)
         inside = [path, *(os.path.join(path, n) for n in (os.listdir(path) if os.path.isdir(path) else []))]
         seen.append({"what": what, "path": os.path.relpath(path, run), "target": target and os.path.relpath(target, run),
                      "names on disk": [name for name, _ in synced.get(os.stat(folder).st_ino, [])],
                      "not on disk": [os.path.relpath(p, path) for p in inside if not on_disk(p)],
-                     "metrics on disk": os.path.exists(metrics) and on_disk(metrics)})
+                     "curve on disk": curve[0]})
         gone = target if what == "rename" else path
         if os.path.exists(gone) and (os.path.isdir(gone) or os.stat(gone).st_nlink == 1):
             synced.pop(os.stat(gone).st_ino, None)  # the number may come again

@@ -85,7 +85,7 @@ def long_data(tmp_path_factory):
     from prepare import prepare
 
     folder = tmp_path_factory.mktemp("long")
-    (folder / "text.txt").write_text(some_text(200_000))
+    (folder / "text.txt").write_text(some_text(1_000_000))
     return prepare(str(folder / "text.txt"), tokenizer="byte", val_fraction=0.5, workers=1, out=str(folder / "set"), quiet=True)
 
 
@@ -135,7 +135,7 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_half_made(tmp_path):
     text = tmp_path / "corpus"
     text.mkdir()
     lines = some_text(500_000)
-    for i in range(80):
+    for i in range(300):
         (text / f"{i}.txt").write_text(lines)
     code = ("import sys, train, prepare; real = prepare.prepare\n"
             f"train.find_data = lambda name, say: (say('preparing'), real({str(text)!r}, tokenizer='gpt2', out={str(tmp_path / 'set')!r}))[1]\n"
@@ -144,7 +144,7 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_half_made(tmp_path):
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env={**os.environ, "TIKTOKEN_CACHE_DIR": os.path.join(os.path.dirname(ROOT), "shared", "assets", "tiktoken")})
     read_until(process, "preparing")
-    time.sleep(1.5)
+    time.sleep(0.7)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 143 and "SIGTERM: leaving" in out and "Traceback" not in out, out
