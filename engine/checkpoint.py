@@ -349,7 +349,7 @@ def open_checkpoint(path):
 
 
 def check_types(manifest):
-    """KeyError, TypeError or AttributeError where a manifest's fields are not of their types, or promise more values than its files have bytes."""
+    """KeyError, IndexError, TypeError or AttributeError where a manifest's fields are not of their types, or promise more values than its files have bytes."""
     def sizes(values):
         if not all(type(v) is int and v >= 0 for v in values):
             raise TypeError(f"{values!r:.100} are not sizes")
@@ -361,6 +361,8 @@ def check_types(manifest):
         values += math.prod(sizes(entry["shape"]))
         for piece in entry["pieces"]:
             sizes([*piece["offset"], *piece["shape"]])
+        if not covered(entry):
+            raise TypeError("a tensor's pieces are not all of its rows, each once")
     if values > sum(file["bytes"] for file in manifest["files"].values()):
         raise TypeError(f"{values:,} values do not fit its files")
     config = ModelConfig(**manifest["model"])
@@ -397,7 +399,7 @@ class Checkpoint:
             raise UserError(f"{path} has format version {manifest['version']}, this version of the project reads {VERSION}")
         try:
             check_types(manifest)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise Damaged(f"manifest.json is not what a checkpoint has ({type(error).__name__}: {error})") from None
         named = {piece["file"] for part in manifest["tensors"].values() for entry in part.values() for piece in entry["pieces"]}
         if any(os.path.basename(file) != file for file in manifest["files"]) or not named <= set(manifest["files"]):

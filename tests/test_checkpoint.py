@@ -234,7 +234,7 @@ def test_a_manifest_that_points_elsewhere_is_damaged(three, tmp_path):
     whole = json.loads(path.read_text())
     whole.pop("sha256")
     for change in (lambda m: m["tensors"]["model"]["wte.weight"]["pieces"][0].update(file="../../../etc/passwd"), lambda m: m.update(files={}),
-                   lambda m: m.update(version="1"), lambda m: m.pop("tensors")):
+                   lambda m: m.update(version="1"), lambda m: m.pop("tensors"), lambda m: m["tensors"]["model"]["wte.weight"].update(pieces=[])):
         manifest = json.loads(json.dumps(whole))
         change(manifest)
         path.write_text(json.dumps({**manifest, "sha256": ckpt.json_checksum(manifest)}))
