@@ -2,6 +2,9 @@
 
 A shard is 256 little-endian int32 (magic, version, token count, rest 0), then the tokens. The magic says their width:
 20240520, version 1: uint16 (GPT-2); 20240801, version 7: uint32 (the vocabularies of Llama 3 and Qwen).
+
+Records for SFT have a second file beside each shard, one byte a token, without a header: the sum of LABEL where the token is
+one to learn, and BEGIN where a record begins.
 """
 
 import difflib
@@ -18,6 +21,7 @@ from engine.untrusted import read_json
 HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of a token
 META_VERSION = 1  # of meta.json
+LABEL, BEGIN = 1, 2  # marks of a token
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 SCAN_TOKENS = 100_000_000  # up to so many, every id is looked at before step 0 (0.1 s); beyond, meta.json is trusted
 SCAN_STEP = 1 << 22
@@ -46,15 +50,17 @@ def sync_folder(folder):
 
 class ShardWriter:
     """Writes ids as shards <split>_000000.bin, <split>_000001.bin, ... of exactly shard_tokens tokens, the last one
-    less. Nothing is kept in memory; a shard's count enters its header when it is full, and it is synced then."""
+    less. Nothing is kept in memory; a shard's count enters its header when it is full, and it is synced then.
 
-    def __init__(self, folder, split, vocab_size, shard_tokens=100_000_000):
+    With `marked`, each shard has a file of marks beside it, <split>_000000.marks."""
+
+    def __init__(self, folder, split, vocab_size, shard_tokens=100_000_000, marked=False):
         self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
-        self.dtype = token_dtype(vocab_size)
-        self.shards, self.file, self.tokens, self.max_id = [], None, 0, 0
+        self.dtype, self.marked = token_dtype(vocab_size), marked
+        self.shards, self.file, self.marks, self.tokens, self.max_id = [], None, None, 0, 0
 
-    def write(self, ids):
-        """Appends an integer array (n,). An id outside the vocabulary is a UserError."""
+    def write(self, ids, marks=None):
+        """Appends an integer array (n,) and, to a marked split, its marks (n,). An id outside the vocabulary is a UserError."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise UserError(f"ids from {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size:,}")
         ids = ids.astype(self.dtype, copy=False)
@@ -63,8 +69,13 @@ class ShardWriter:
                 name = f"{self.split}_{len(self.shards):06d}.bin"
                 self.file = open(os.path.join(self.folder, name), "w+b", buffering=0)
                 self.file.write(bytes(HEADER_BYTES))  # magic 0: no shard yet
+                if self.marked:
+                    self.marks = open(marks_path(self.file.name), "w+b", buffering=0)
             part = np.ascontiguousarray(ids[:self.shard_tokens - self.tokens])
             write_all(self.file, part)
+            if self.marked:
+                write_all(self.marks, np.ascontiguousarray(marks[:len(part)], np.uint8))
+                marks = marks[len(part):]
             self.tokens += len(part)
             self.max_id = max(self.max_id, int(part.max()))
             ids = ids[len(part):]
@@ -79,6 +90,9 @@ class ShardWriter:
             file.seek(0)
             write_all(file, header)
             os.fsync(file.fileno())
+        if self.marked:
+            with self.marks as marks:
+                os.fsync(marks.fileno())
         self.shards.append(describe_shard(file.name, self.tokens, self.max_id))
         self.file, self.tokens, self.max_id = None, 0, 0
 
@@ -89,19 +103,26 @@ class ShardWriter:
         return self.shards
 
 
+def marks_path(path):
+    """Where the marks of a shard's tokens are."""
+    return os.path.splitext(path)[0] + ".marks"
+
+
 def describe_shard(path, tokens, max_id):
     """What meta.json says of a complete shard."""
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": os.path.basename(path), "tokens": tokens, "bytes": os.path.getsize(path), "sha256": sha256,
-            "max_id": max_id}
+    def sha256(path):
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    described = {"file": os.path.basename(path), "tokens": tokens, "bytes": os.path.getsize(path), "sha256": sha256(path), "max_id": max_id}
+    return {**described, "marks_sha256": sha256(marks_path(path))} if os.path.exists(marks_path(path)) else described
 
 
 def fingerprint(tokenizer_fingerprint, shards):
     """One hash for what the tokens are and what they mean; dates and names do not enter it."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     for shard in shards:
-        digest.update(shard["sha256"].encode())
+        digest.update(shard["sha256"].encode() + shard.get("marks_sha256", "").encode())
     return digest.hexdigest()
 
 
@@ -128,6 +149,14 @@ def open_shard(path):
         raise UserError(f"{path} has {size - expected:,} bytes more than the {tokens:,} tokens its header promises; "
                         "copy or prepare it again")
     return map_tokens(path, dtype, HEADER_BYTES, tokens)
+
+
+def open_marks(path, tokens):
+    """The marks of a shard's tokens, memory-mapped; a UserError where there are not as many."""
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    if size != tokens:
+        raise UserError(f"{path} has {size:,} marks, its shard {tokens:,} tokens: copy or prepare the data again")
+    return map_tokens(path, np.dtype(np.uint8), 0, tokens)
 
 
 def known_magics():
@@ -157,7 +186,8 @@ class TokenDataset:
     llm.c shards (*train*.bin, *val*.bin, in the order of their names), or nanoGPT's train.bin and val.bin.
 
     n_tokens; vocab_size and tokenizer_identity (None where the files do not say); fingerprint, equal on machines that
-    hold the same tokens; description, a line for the log. Opening raises a UserError where a file is not whole.
+    hold the same tokens; description, a line for the log; marked, whether the tokens are records for SFT. Opening raises a
+    UserError where a file is not whole.
     """
 
     def __init__(self, path, split):
@@ -165,6 +195,7 @@ class TokenDataset:
             raise UserError(f"no data folder {path}: expected a folder of token shards; make one with prepare.py")
         self.path, self.split = path, split
         self.vocab_size = self.tokenizer_identity = self.meta = None
+        self.marks = []
         if os.path.exists(os.path.join(path, "meta.json")):
             self.open_prepared()
         else:
@@ -173,6 +204,7 @@ class TokenDataset:
         if len(widths) > 1:
             raise UserError(f"the {split} shards of {path} mix 16-bit and 32-bit tokens, so they come from different "
                             "tokenizers; keep one kind in a folder")
+        self.marked = bool(self.marks)
         self.starts = np.cumsum([0] + [len(shard) for shard in self.shards])  # where each shard begins in the stream
         self.n_tokens = int(self.starts[-1])
         if self.n_tokens == 0:
@@ -201,6 +233,10 @@ class TokenDataset:
                                 f"{self.vocab_size:,}, which takes {token_dtype(self.vocab_size).itemsize * 8} bits; "
                                 "prepare the data again")
             self.shards.append(tokens)
+            if "marks_sha256" in shard:
+                self.marks.append(open_marks(marks_path(file), len(tokens)))
+        if len(self.marks) not in (0, len(self.shards)):
+            raise UserError(f"{self.path}/meta.json has marks for some of the {self.split} shards alone; prepare the data again")
         if self.vocab_size != self.tokenizer_identity["vocab_size"]:
             raise UserError(f"{self.path}/meta.json has a vocabulary of {self.vocab_size:,} and a tokenizer of "
                             f"{self.tokenizer_identity['vocab_size']:,} ids; prepare the data again")
@@ -233,13 +269,20 @@ class TokenDataset:
 
     def read(self, start, count):
         """int64 array (count,) of the tokens from start on; shards follow each other without a seam."""
+        return self.gather(self.shards, np.int64, start, count)
+
+    def read_marks(self, start, count):
+        """uint8 array (count,) of the marks of the tokens from start on."""
+        return self.gather(self.marks, np.uint8, start, count)
+
+    def gather(self, shards, dtype, start, count):
         if start < 0 or count < 0 or start + count > self.n_tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.path} {self.split}: it has {self.n_tokens}")
-        out = np.empty(count, np.int64)
+        out = np.empty(count, dtype)
         filled, shard = 0, int(np.searchsorted(self.starts, start, side="right")) - 1
         while filled < count:
             offset = start + filled - int(self.starts[shard])
-            part = self.shards[shard][offset:offset + count - filled]
+            part = shards[shard][offset:offset + count - filled]
             out[filled:filled + len(part)] = part
             filled, shard = filled + len(part), shard + 1
         return out
