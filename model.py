@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data.order import derive_seed
+from engine.attention import attend
 
 IGNORE = -1  # a target that carries no loss
 
@@ -167,7 +168,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x, rope=None, cache=None):
+    def forward(self, x, rope=None, cache=None, documents=None):
         B, T, _ = x.shape
         q = self.q(x).view(B, T, self.n_head, self.head_dim)
         k = self.k(x).view(B, T, self.n_kv_head, self.head_dim)
@@ -180,13 +181,7 @@ class Attention(nn.Module):
         mask = None
         if cache is not None:
             k, v, mask = cache.append(self, k, v)  # (B, K, all so far, D) twice
-        y = F.scaled_dot_product_attention(
-            q, k, v,
-            attn_mask=mask,
-            is_causal=T > 1 and mask is None,  # one new token sees all that is cached
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.n_kv_head != self.n_head,
-        )
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, documents)
         return self.o(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
 
 
@@ -213,8 +208,8 @@ class Block(nn.Module):
         self.norm2, self.mlp = make_norm(c), MLP(c)
         self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
 
-    def forward(self, x, rope=None, cache=None):
-        x = x + self.dropout(self.attn(self.norm1(x), rope, cache))
+    def forward(self, x, rope=None, cache=None, documents=None):
+        x = x + self.dropout(self.attn(self.norm1(x), rope, cache, documents))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -252,36 +247,43 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             p.copy_(self.first_value(name, p.shape, seed))
 
-    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False):
-        """tokens (B, T) int64, T <= block_size.
+    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False, documents=None):
+        """tokens (B, T) int64, T <= block_size. documents: engine.attention's Documents, where rows hold several texts that
+        must not see each other.
 
         With targets (B, T), IGNORE where there is no label: the sum of the cross-entropies over `divisor`, in nats.
         Without: logits (B, T, V) float32; with last_only, those of the last position, (B, 1, V).
         """
         T = tokens.size(1)
         at = slice(0, T) if cache is None else cache.begin(T)  # the tokens' positions; (B, 1) where each row has its own
+        if documents is not None:
+            at = documents.to(tokens.device, dense=self.config.dropout > 0).positions  # (B, T)
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[at]
+            x = x + (self.wpe.weight[at] if isinstance(at, slice) else F.embedding(at, self.wpe.weight))
         x = self.dropout(x)
         rope = self.rope[:, at] if self.rope is not None else None  # (2, T, D)
         if rope is not None and rope.dim() == 4:
-            rope = rope.unsqueeze(2)  # (2, B, heads, 1, D)
+            rope = rope.unsqueeze(2)  # (2, B, heads, T, D)
         for block in self.blocks:
             if self.recompute and self.training:
-                x = checkpoint(block, x, rope, use_reentrant=False)
+                x = checkpoint(block, x, rope, None, documents, use_reentrant=False)
             else:
-                x = block(x, rope, cache)
+                x = block(x, rope, cache, documents)
         if cache is not None:
             cache.end(T)
         if last_only:
             x = x[:, -1:]
+        if targets is not None:
+            x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C)
+            if documents is not None and documents.labels is not None:  # the head's work is for the others alone
+                x, targets = x.index_select(0, documents.labels), targets[documents.labels]
         x = self.norm(x)
         weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
         if targets is None:
             packed = self.packed_head is not None and not torch.is_grad_enabled()
             return (self.packed_head(x) if packed else F.linear(x, weight))[..., :self.config.vocab_size].float()
-        return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size, divisor)
+        return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor)
 
     def flops_per_token(self):
         """Forward and backward, matrix products only: 6 per weight used, and attention's 12 L H D T (PaLM, appendix B)."""
@@ -320,12 +322,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_grad = need_grad and (hidden.requires_grad or weight.requires_grad)
         half = dtype != torch.float32
         N, V = hidden.size(0), weight.size(0)
-        chunk = min(N, LOSS_CHUNK)
+        chunk = max(1, min(N, LOSS_CHUNK))
         w = weight.to(dtype)
         buffer = torch.empty(chunk, V, dtype=dtype, device=hidden.device)
         loss = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if need_grad else None
-        d_weight = None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad and not N else None
         for a in range(0, N, chunk):
             h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
             logits = torch.mm(h, w.t(), out=buffer[:h.size(0)])  # (chunk, V)
