@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data.order import derive_seed
+from engine import matmul
 from engine.attention import attend
 
 IGNORE = -1  # a target that carries no loss
@@ -112,7 +113,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         if self.packed is None or torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
+            return matmul.linear(x, self.weight, self.bias)
         return self.packed(x)
 
 
@@ -282,7 +283,7 @@ class GPT(nn.Module):
         weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
         if targets is None:
             packed = self.packed_head is not None and not torch.is_grad_enabled()
-            return (self.packed_head(x) if packed else F.linear(x, weight))[..., :self.config.vocab_size].float()
+            return (self.packed_head(x) if packed else matmul.linear(x, weight))[..., :self.config.vocab_size].float()
         return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor)
 
     def flops_per_token(self):
@@ -330,7 +331,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad and not N else None
         for a in range(0, N, chunk):
             h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
-            logits = torch.mm(h, w.t(), out=buffer[:h.size(0)])  # (chunk, V)
+            logits = matmul.product_into(buffer[:h.size(0)], h, w)  # (chunk, V)
             logits[:, vocab_size:] = float("-inf")
             log_p = logits.float()  # the buffer itself in float32
             torch.log_softmax(log_p, dim=-1, out=log_p)
@@ -348,8 +349,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = (d_logits.t() @ h).float()
                 d_weight = part if d_weight is None else d_weight.add_(part)
             else:
-                torch.mm(d_logits, w, out=d_hidden[a:a + chunk])
-                d_weight = torch.mm(d_logits.t(), h) if d_weight is None else d_weight.addmm_(d_logits.t(), h)
+                d_hidden[a:a + chunk] = matmul.mm(d_logits, w)
+                d_weight = matmul.add_outer(d_weight, d_logits, h)
         if need_grad:
             ctx.save_for_backward(d_hidden, d_weight)
             ctx.late = 1 / divisor if half else 1
