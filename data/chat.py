@@ -7,6 +7,7 @@ and size. While it runs, each character that the template itself writes is told 
 
 import contextlib
 import functools
+import hashlib
 import json
 import re
 import time
@@ -326,9 +327,7 @@ class ChatTemplate:
         were when more is said; one that rewrites them (Qwen3 takes the reasoning out) gives an answer a sequence of its
         own. UserError where the template ends no turn, or opens an answer otherwise than it writes it.
         """
-        if self.end_of_turn is None:
-            raise UserError(f"{self.name} puts no control token behind an answer: a model trained on it would not learn to stop; "
-                            "give the tokenizer a chat_template that ends turns by one")
+        self.require_end_of_turn()
         answers = answers_of(messages)
         before = {k: self.prompts_before(messages, k, tools, {}) for k in answers}
         groups = []  # of (layout, cuts) that go on from each other
@@ -438,6 +437,17 @@ class ChatTemplate:
         behind = layout.text.find(answer) + len(answer)
         spelled = [layout.text[a:b] for a, b in layout.controls if a >= behind]
         return self.tokenizer.controls[spelled[0]] if spelled else None
+
+    def require_end_of_turn(self):
+        """UserError unless the template ends turns by a token, which training needs."""
+        if self.end_of_turn is None:
+            raise UserError(f"{self.name} puts no control token behind an answer: a model trained on it would not learn to stop; "
+                            "give the tokenizer a chat_template that ends turns by one")
+
+    @functools.cached_property
+    def hash(self):
+        """Tells this template from others."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def stop_ids(self):
