@@ -455,7 +455,7 @@ def adopt_shards(files, split):
 class RecordSplit:
     """The marked shards of train or val while they are written. BUFFER tokens go to the disk at a time."""
 
-    BUFFER = 1 << 18
+    BUFFER = 1 << 16
 
     def __init__(self, folder, name, tokenizer, shard_tokens):
         self.writer = ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, marked=True)
