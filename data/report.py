@@ -40,8 +40,8 @@ MULTIPLY, ADD, JOIN = odd_numbers(BANDS * ROWS, 1), odd_numbers(BANDS * ROWS, 2)
 def signature(text):
     """uint8 array (BANDS * ROWS,) and uint64 array (BANDS,): texts that share most of their words in the same order agree in most of the
     first, and in one of the second."""
-    words = text.lower().split()[:MAX_WORDS]
-    hashed = np.array([zlib.crc32(word.encode("utf-8", "surrogatepass")) for word in words] or [0], np.uint64)
+    words = text.lower().encode("utf-8", "surrogatepass").split()[:MAX_WORDS] or [b""]
+    hashed = np.fromiter(map(zlib.crc32, words), np.uint64, len(words))
     if len(hashed) > 2:
         hashed = hashed[:-2] * JOIN[0] + hashed[1:-1] * JOIN[1] + hashed[2:] * JOIN[2]
     least = ((hashed[:, None] * MULTIPLY + ADD) >> np.uint64(32)).min(0)  # (BANDS * ROWS,)
