@@ -19,7 +19,7 @@ from data.tokenizers import load_tokenizer
 from engine.errors import UserError
 from engine.families import open_weights
 from model import GPT, generate
-from sample import Conversation, Settings, load_model
+from sample import Conversation, Settings, answer_prompts, load_model
 from test_tokenizers import gpt2, qwen3, small_json
 
 pytestmark = pytest.mark.quick
@@ -423,6 +423,30 @@ def test_an_answer_ends_at_the_end_of_turn_token(talker):
     said = "".join(again.answer("hello"))
     assert again.ids == talk.ids[:len(again.ids)] and again.ids[-1] == talk.ids[-8]
     assert said == again.messages[-1]["content"] and tokenizer.encode(said)[-1:] != again.ids[-1:]  # which is not part of what it says
+
+
+def test_what_a_chat_and_a_file_of_prompts_give_the_model_is_what_training_has(tmp_path):
+    weights = open_weights(tiny_chat(tmp_path / "m", 256, PLACES["ends in a space"]))
+    model, template = load_model(weights, torch.device("cpu")), ChatTemplate(weights.tokenizer)
+    history = [user("a"), assistant("few words"), user("more"), assistant("words, a few")]
+    asked = [*history, user("a few")]
+    expected = template.prompt(asked).ids
+    (ids, labelled), = template.examples([*asked, assistant("x")], "last")
+    assert ids[:labelled.argmax()] == expected != template.render(asked, add_generation_prompt=True).ids  # " few" is one token
+    talk = Conversation(model, weights.tokenizer, Settings(max_new_tokens=6, temperature=0))
+    talk.messages = list(history)
+    answer = "".join(talk.answer("a few"))
+    assert talk.ids[:len(expected)] == expected
+    # of a talk that goes on, the next prompt too, where the model's tokens are those of its text
+    known, end = template.prompt([user("a")]), [template.end_of_turn]
+    talk.messages, talk.text = [user("a"), assistant("few words"), user("more")], known.text + "few words<|im_end|>"
+    talk.ids = known.ids + weights.tokenizer.encode("few words") + end
+    assert talk.prompt() == (template.prompt(talk.messages).text, template.prompt(talk.messages).ids)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": asked}))
+    answer_prompts(model, weights.tokenizer, Settings(prompts=str(tmp_path / "p.jsonl"), out=str(tmp_path / "a"), max_new_tokens=6, temperature=0))
+    assert json.loads((tmp_path / "a").read_text())["answer"] == answer
+    said = [t.item() for t in generate(model, torch.tensor([expected]), 6, temperature=0, vocab_size=weights.tokenizer.vocab_size)]
+    assert weights.tokenizer.decode(said) == answer
 
 
 class Terminal:

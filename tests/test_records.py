@@ -14,7 +14,7 @@ from data.chat import ChatTemplate, with_turns
 from data.records import arithmetic, conversation, fit, open_records, parse_fields
 from data.report import looks_cut_off, read_report, report_lines
 from data.shards import BEGIN, LABEL, TokenDataset, read_meta
-from data.sources import hub_rows
+from data.sources import Counts, hub_rows, json_records
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine.errors import UserError
 from prepare import prepare
@@ -276,6 +276,17 @@ def test_a_file_that_holds_no_records_is_one_sentence(name, content, told, tmp_p
     with pytest.raises(UserError, match=told) as caught:
         sft(tmp_path / name, tmp_path / "out")
     assert len(caught.value.sentences) == 1 and "\n" not in str(caught.value) and os.listdir(tmp_path) == [name]
+
+
+@QUICK
+def test_a_broken_item_of_a_long_list_is_told_without_reading_on(tmp_path):
+    items = ['{"question": "q", "answer": "a"}'] * 200_000
+    items[1] = '{"question": "q" "answer": "a"}'
+    (tmp_path / "r.json").write_text("[" + ",\n".join(items) + "]")
+    counts = Counts()
+    with pytest.raises(UserError, match="r.json line 2: item 2 is broken"):
+        list(json_records(str(tmp_path / "r.json"), None, counts, False))
+    assert counts.read < 2_000_000 < os.path.getsize(tmp_path / "r.json")
 
 
 @QUICK
