@@ -426,7 +426,6 @@ def test_halves_of_surrogate_pairs_stop_nothing(tmp_path):
 # ----------------------------------------------------------------------------------------------- arithmetic; size; its end
 
 
-@QUICK
 def test_arithmetic_is_right_complete_and_always_the_same(tmp_path):
     found = list(arithmetic())
     asked = [record["question"] for record in found]
