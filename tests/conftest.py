@@ -256,4 +256,4 @@ def made_up_records(lengths, seed=0, labels=0.4):
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    return [(rng.integers(0, 256, n), np.arange(n) >= n - max(1, round(labels * n))) for n in lengths]
+    return [(rng.integers(97, 117, n), np.arange(n) >= n - max(1, round(labels * n))) for n in lengths]

@@ -1,9 +1,6 @@
 """SFT in the one loop: the loss is over the labels of the whole update, whoever holds them; resumed, sharded or packed, it is one curve."""
 
-import json
 import os
-import re
-import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +10,6 @@ from conftest import ROOT, TINY, as_args, curve, made_up_records, records, run_s
 from engine.config import Config, check_task, load_config
 from engine.errors import UserError
 from engine.feed import read_folders
-from engine.processes import Place
-from model import IGNORE
 
 SFT = dict(task="sft", block_size=32, total_batch_size=8 * 32, eval_tokens=4 * 32)  # 4 micro-batches of 2 x 32
 
@@ -98,15 +93,15 @@ def test_packed_sft_is_one_curve_on_any_number_of_processes_and_resumed_within_a
     settings = {**SFT, "max_iters": 8, "lr_decay_iters": 8, "deterministic": True, "dropout": 0.1, "eval_interval": 4, "replay_dataset": data,
                 "replay_fraction": 0.2, "general_dataset": data}
     several(1, [(tmp_path / "one", chats, settings)])
-    several(2, [(tmp_path / f"{layout}2", chats, {**settings, "parallel": layout, "max_iters": end}) for layout in ("ddp", "fsdp") for end in (3, 5, 8)])
+    several(2, [(tmp_path / f"{layout}2", chats, {**settings, "parallel": layout, "max_iters": end}) for layout in ("ddp", "fsdp") for end in (3, 8)])
     several(4, [(tmp_path / f"{layout}4", chats, {**settings, "parallel": layout}) for layout in ("ddp", "fsdp")])
     one = curve(tmp_path / "one")
     assert len(one) == 8 and one[8][0] < one[1][0]
     for run in ("ddp2", "fsdp2", "ddp4", "fsdp4"):
         assert curve(tmp_path / run) == one and tensors(tmp_path / run, 8) == tensors(tmp_path / "one", 8), run
         theirs, mine = records(tmp_path / run, "val"), records(tmp_path / "one", "val")
-        assert [v for v in theirs if v["step"] in (0, 4, 8)] == mine and [v["step"] for v in mine] == [0, 4, 8] and mine[0]["general_loss"] > 0
-    assert [r["step"] for r in records(tmp_path / "fsdp2", "event") if r["event"] == "resumed"] == [3, 5]
+        assert [v for v in theirs if v["step"] != 3] == mine and [v["step"] for v in mine] == [0, 4, 8] and mine[0]["general_loss"] > 0
+    assert [r["step"] for r in records(tmp_path / "fsdp2", "event") if r["event"] == "resumed"] == [3]
 
 
 def test_the_default_mode_agrees_to_rounding_and_goes_on_exactly(chats, tmp_path):
@@ -126,8 +121,7 @@ def test_the_default_mode_agrees_to_rounding_and_goes_on_exactly(chats, tmp_path
 
 
 def test_a_run_by_epochs_ends_where_they_do_and_says_what_it_cost(chats, data, tmp_path):
-    settings = {**SFT, "max_iters": None, "num_epochs": 1.5, "pack": False, "eval_interval": 20, "general_dataset": data, "learning_rate": 1e-2}
-    settings = {k: v for k, v in settings.items() if k != "max_iters"}
+    settings = {**SFT, "num_epochs": 1.5, "pack": False, "eval_interval": 20, "general_dataset": data}
     base = {k: v for k, v in TINY.items() if k != "max_iters"}
 
     def start(*more):
