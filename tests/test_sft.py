@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from conftest import ROOT, TINY, as_args, curve, made_up_records, records, run_script, several, steps, tensors, torchrun, train, write_records
+from data.packing import RecordReader
+from data.shards import TokenDataset
 from engine.config import Config, check_task, load_config
 from engine.errors import UserError
 from engine.feed import read_folders
@@ -16,7 +18,7 @@ SFT = dict(task="sft", block_size=32, total_batch_size=8 * 32, eval_tokens=4 * 3
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """200 records, some 100 rows of 32, and 20 to validate on."""
+    """200 records, and 20 to validate on."""
     lengths = np.random.default_rng(2).integers(4, 33, 220)
     found = made_up_records(lengths)
     return write_records(tmp_path_factory.mktemp("chats"), train=found[:200], val=found[200:])
@@ -49,8 +51,6 @@ def test_labels_of_10_and_100_make_one_gradient_however_they_are_shared(tmp_path
 def test_a_step_on_qwen3_has_the_gradient_of_transformers(pack, tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from data.packing import RecordReader
-    from data.shards import TokenDataset
     from engine.families import open_weights
     from sample import load_model
 
@@ -213,3 +213,27 @@ def test_records_that_nothing_says_how_to_prepare_stop_before_step_0(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     result = train(tmp_path / "run", tmp_path / "mine.jsonl", expect=2, **SFT)
     assert len(result.errors) == 1 and "--init_from" in result.errors[0] and "prepare.py" in result.errors[0] and not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- plans and rehearsals
+
+
+@pytest.mark.quick
+def test_a_plan_knows_how_long_the_epochs_of_prepared_records_take(chats, capsys):
+    from engine.plan import print_plan
+
+    words = [f"--{k}={v}" for k, v in {**TINY, **SFT, "plan": 2}.items() if k != "max_iters"]
+    rows = RecordReader(TokenDataset(chats, "train"), 32).n_windows
+    for dataset, told in ((chats, f"x {-(-2 * rows // 8)} updates"), ("nowhere.jsonl", "x 1,000 updates = 256k (assumed: num_epochs=2 follows from the data")):
+        c = load_config(["tests/empty_config.py", *words, "--num_epochs=2", f"--dataset={dataset}"], None)
+        print_plan(c, print)
+        assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_rung_of_sft_rehearses_with_records_and_a_process_killed(n, tmp_path):
+    (tmp_path / "rung.py").write_text("task = 'sft'\ninit_from = 'Qwen/Qwen3-0.6B'\ndataset = 'my_data.json'\nnum_epochs = 3.0\nreplay_dataset = 'x'\nreplay_fraction = 0.1\n"
+                                      "general_dataset = 'stdlib'\nnorm = 'rmsnorm'\npos = 'rope'\nmlp = 'swiglu'\ndropout = 0.1\n"
+                                      + ("parallel = 'fsdp'\ndeterministic = True\n" if n == 2 else ""))
+    result = run_script("train.py", tmp_path / "rung.py", "--rehearse", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+    assert result.code == 0 and "all is well" in result.out, result.out + result.err
