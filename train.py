@@ -30,7 +30,7 @@ from engine import processes
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import evaluate
 from engine.families import open_weights
-from engine.feed import open_feed
+from engine.feed import open_feed, tell_report
 from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
@@ -149,6 +149,7 @@ def run_rank(argv, place, watch):
         if config.wandb_log:
             wandb_id = metrics.start_wandb(config, resolved, wandb_id)
         say(settings.table(config))
+        tell_report(feed.train, run, config, say)
         say(describe(model, config, feed, place))
     if resumed:
         say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}")
@@ -195,7 +196,8 @@ def run_rank(argv, place, watch):
             return  # told to stop
         loss, (_, best) = losses["loss"], metrics.best()
         general = f"; on general text {losses['general_loss']:.4f}" if feed.general else ""
-        say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}") + general)
+        rank = "" if not step else " (best so far)" if loss < best else f", best {best:.4f}"
+        say(f"step {step:,}: validation loss {loss:.4f}{rank}{general}")
         if config.eval_only or not place.speaks:
             return
         metrics.write("val", step, **losses)

@@ -102,7 +102,7 @@ class MixedReader:
     f being the fraction, else the records' next row. All of a window's tokens bear labels."""
 
     def __init__(self, records, replay, fraction):
-        self.records, self.replay, self.block_size = records, replay, records.block_size
+        self.records, self.replay, self.block_size, self.dataset = records, replay, records.block_size, records.dataset
         self.fraction = Fraction(fraction).limit_denominator(1_000_000)  # in integers: no sample of a long run is rounded to the other side
         self.n_windows = records.n_windows
         self.epoch = records.n_windows / (1 - fraction)

@@ -88,8 +88,9 @@ def find_records(config, weights, resumed, place):
                         f"tokenizer it is to be made with; {by_hand} prepares it, or --init_from names weights to start from")
     if tokenizer is None:
         raise UserError(f"{weights.path if weights else resumed.path} does not say which tokenizer it was trained with: prepare the records first, {by_hand}")
+    place.say(f"preparing {config.dataset} with the tokenizer of {weights.path if weights else resumed.path}, unless that has been done")
     return prepare(config.dataset, task="sft", tokenizer=tokenizer, train_on=config.train_on, block_size=config.block_size, fields=config.fields,
-                   skip_bad=config.skip_bad, quiet=not place.speaks)
+                   skip_bad=config.skip_bad, quiet=True)
 
 
 def tokenizer_of(resumed, config):
@@ -172,6 +173,18 @@ def about_records(dataset):
     """What meta.json says of how records were prepared."""
     found = dataset.meta.get("sft")
     return found if isinstance(found, dict) else {}
+
+
+def tell_report(samples, run, config, say):
+    """Says what the records are like that are trained on, and puts their report into the run's folder."""
+    folder = os.path.abspath(samples.dataset.path)
+    if config.task != "sft" or not os.path.exists(os.path.join(folder, "report.json")):
+        return  # text, or records that prepare.py has not made
+    from data.report import copy_report, read_report, report_lines
+
+    say("\n".join(("", *report_lines(read_report(folder)))))
+    if not config.eval_only:
+        copy_report(folder, run)
 
 
 def find_tokenizer(dataset, folder, weights, vocab_size, task, say):

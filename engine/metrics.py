@@ -223,6 +223,7 @@ def describe(model, config, feed, place):
         return sum(size for name, (size, _) in sizes.items() if any(part in name for part in parts))
 
     per_epoch = feed.train.epoch * config.block_size / config.total_batch_size
+    reference = " (GPT-2 124M's reference: 491,520)" if config.init_from == "scratch" else ""
     device = place.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     held_out = [f"\n{name}: {min(reader.dataset.n_tokens, config.eval_tokens):,} of {reader.dataset.n_tokens:,} tokens of {reader.dataset.path}"
@@ -234,8 +235,8 @@ def describe(model, config, feed, place):
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
         f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",
         f"data: {feed.train.description}{''.join(held_out)}",
-        f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size} (GPT-2 124M's "
-        f"reference: 491,520); an epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
+        f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size}{reference}; an "
+        f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
         f"device: {device.type} ({where}), {config.dtype}{', compiled' if config.compile else ''}{layout}{', deterministic' if config.deterministic else ''}\n"))
 
 
