@@ -131,7 +131,7 @@ def test_dropout_and_computing_again_are_as_without_documents():
         assert torch.allclose(g, gradients[1][name], rtol=1e-6, atol=1e-6) and g.isfinite().all(), name
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])  # a head of its own has no other gradient
 def test_a_batch_without_a_label_is_a_loss_of_zero_and_gradients_of_zero(shape):
     model, found = build(**SHAPES[shape]), [(x, torch.full_like(y, IGNORE)) for x, y in records(LENGTHS)]
     x, y, documents = packed(found)
