@@ -29,6 +29,7 @@ class LoraLinear(Linear):
         self.lora_b = torch.nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
 
     def forward(self, x):
+        x = x.view_as(x)  # its two gradients meet here before they meet others': FSDP's hook on a group's input would make another order of the sum
         return torch.add(super().forward(x), F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
