@@ -29,7 +29,10 @@ class LoraLinear(Linear):
         self.lora_b = torch.nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
 
     def forward(self, x):
-        x = x.view_as(x)  # its two gradients meet here before they meet others': FSDP's hook on a group's input would make another order of the sum
+        # its two gradients meet here, in the computing type, before they meet others': FSDP's hook on the input of a group's first Linear, which
+        # is q, would make another order of that sum, and other bits than one process has
+        kind = x.device.type
+        x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x.view_as(x)
         return torch.add(super().forward(x), F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
