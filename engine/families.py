@@ -74,7 +74,7 @@ def open_weights(where, say=print):
 
 
 def of_checkpoint(checkpoint):
-    sources = lora.merged(checkpoint.sources("model"), checkpoint.manifest["config"], checkpoint.path)
+    sources = lora.merged(checkpoint.sources("model"), checkpoint.manifest.get("config", {}), checkpoint.path)
     return Weights(checkpoint.path, checkpoint.model_config(), sources, checkpoint.tokenizer(), checkpoint)
 
 
