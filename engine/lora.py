@@ -9,9 +9,9 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 
 from data.order import derive_seed
+from engine import matmul
 from engine.errors import UserError
 from model import Block, Linear
 
@@ -33,7 +33,7 @@ class LoraLinear(Linear):
         # is q, would make another order of that sum, and other bits than one process has
         kind = x.device.type
         x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x.view_as(x)
-        return torch.add(super().forward(x), F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
+        return torch.add(super().forward(x), matmul.linear(matmul.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
 def resolve(config, model_config):

@@ -53,7 +53,7 @@ def base(tmp_path_factory):
 def runs(data, base, tmp_path_factory):
     """<layout>-<variant> of all LAYOUTS; what goes on, branches and is left alone besides; `said`, what the branches said."""
     folder, few = tmp_path_factory.mktemp("lora"), {**PLAIN, "lora_rank": 0, "max_iters": 2}
-    more = {1: {"background": {**PLAIN, "async_save": True}, "full": few, "zero": {**few, "lora_rank": 0, "lora_alpha": 3, "lora_targets": "q"},
+    more = {1: {"full": few, "zero": {**few, "lora_rank": 0, "lora_alpha": 3, "lora_targets": "q"},
                 "parts": {**FIXED, "max_iters": 2}},
             2: {"parts": {**FIXED, "max_iters": 3, "parallel": "fsdp"}}, 4: {"parts": {**FIXED, "max_iters": 4, "parallel": "fsdp", "dp_replicate": 2}}}
     for n in (1, 2, 4):
@@ -89,9 +89,15 @@ def test_a_run_goes_on_under_other_layouts_to_the_same_bits(runs):
     assert curve(runs / "parts") == curve(runs / "single-fixed") and tensors(runs / "parts", 5) == tensors(runs / "single-fixed", 5)
 
 
-def test_a_checkpoint_written_in_the_background_is_the_same(runs):
-    for step in (4, 8):
-        assert tensors(runs / "background", step) == tensors(runs / "single-plain", step)
+def test_a_checkpoint_written_while_the_run_goes_on_is_that_of_its_step(runs, data, base, tmp_path):
+    (tmp_path / "slow.py").write_text("""
+import time as _time
+import engine.checkpoint as _checkpoint
+_write = _checkpoint.SyncedFile.write
+_checkpoint.SyncedFile.write = lambda *data: _time.sleep(0.01) or _write(*data)
+""")
+    train(tmp_path / "run", data, config=str(tmp_path / "slow.py"), **{**PLAIN, "init_from": base, "async_save": True, "max_iters": 6, "lr_decay_iters": 8})
+    assert tensors(tmp_path / "run", 4) == tensors(runs / "single-plain", 4)
 
 
 def test_the_first_step_is_the_base_models_and_the_loss_falls(runs):
@@ -102,6 +108,8 @@ def test_the_first_step_is_the_base_models_and_the_loss_falls(runs):
 
 def test_rank_0_is_a_run_without_the_setting(runs):
     assert curve(runs / "full") == curve(runs / "zero") and tensors(runs / "full", 2) == tensors(runs / "zero", 2)
+    full, zero = (open_checkpoint(str(runs / run / "checkpoints" / "step_00000002")).manifest["config"] for run in ("full", "zero"))
+    assert {**full, "out_dir": None} == {**zero, "out_dir": None}, "so either goes on from the other"
 
 
 # ------------------------------------------------------------------------------------------------ only the adapters are trained
