@@ -285,12 +285,12 @@ class GPT(nn.Module):
         return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor)
 
     def flops_per_token(self):
-        """Forward and backward, matrix products only: 6 per weight used, and attention's 12 L H D T (PaLM, appendix B)."""
+        """Forward and backward, matrix products only: 6 per weight used, 4 where it is frozen, and attention's 12 L H D T (PaLM, appendix B)."""
         c = self.config
-        used = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight"))
+        used = [p for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight")]
         if c.tie_embeddings:
-            used += self.wte.weight.numel()
-        return 6 * used + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
+            used.append(self.wte.weight)
+        return sum((6 if p.requires_grad else 4) * p.numel() for p in used) + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
 
 
 # ---------------------------------------------------------------------------------------------------------- the loss
@@ -326,7 +326,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         buffer = torch.empty(chunk, V, dtype=dtype, device=hidden.device)
         loss = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if need_grad else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_grad and not N else None
+        need_weight = need_grad and weight.requires_grad  # a head that is frozen needs none
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight and not N else None
         for a in range(0, N, chunk):
             h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
             logits = matmul.product_into(buffer[:h.size(0)], h, w)  # (chunk, V)
@@ -344,10 +345,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.to(dtype)
             if half:
                 d_hidden[a:a + chunk] = d_logits @ w
-                part = (d_logits.t() @ h).float()
-                d_weight = part if d_weight is None else d_weight.add_(part)
             else:
                 d_hidden[a:a + chunk] = matmul.mm(d_logits, w)
+            if need_weight and half:
+                part = (d_logits.t() @ h).float()
+                d_weight = part if d_weight is None else d_weight.add_(part)
+            elif need_weight:
                 d_weight = matmul.add_outer(d_weight, d_logits, h)
         if need_grad:
             ctx.save_for_backward(d_hidden, d_weight)
@@ -359,7 +362,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
             d_loss = d_loss * ctx.late
-            d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), d_weight * d_loss
+            d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), None if d_weight is None else d_weight * d_loss
         return d_hidden, d_weight, None, None, None, None, None
 
 

@@ -31,6 +31,7 @@ from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import evaluate
 from engine.families import open_weights
 from engine.feed import open_feed, tell_report
+from engine.lora import add_adapters
 from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
@@ -120,6 +121,7 @@ def run_rank(argv, place, watch):
     else:
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
+    add_adapters(model, config)  # with lora_rank they alone are trained
     model.recompute = config.activation_checkpointing == "block"
     if config.compile:
         processes.compile_blocks(model, device, say)

@@ -15,6 +15,7 @@ import types
 import typing
 from dataclasses import dataclass
 
+from engine import lora
 from engine.errors import UserError
 from model import ModelConfig
 
@@ -31,6 +32,9 @@ class Config:
     init_from: str = "scratch"
     init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
     resize_vocab: bool = False  # the vocabulary of init_from's weights may grow to vocab_size or the data's: new rows start from first values
+    lora_rank: int = 0  # 0: all weights are trained | r: they are frozen, and low-rank adapters beside the blocks' matrices are trained
+    lora_alpha: float | None = None  # what an adapter adds is times lora_alpha / lora_rank (default: 2 lora_rank)
+    lora_targets: str = "all"  # the matrices that have one: all, or a list such as q,v out of q,k,v,o,gate,up,down
     resume: str = "auto"  # auto: the same command goes on where it stopped | never: an earlier run is set aside
     resume_step: int | None = None  # go back to the checkpoint of this step (later ones are set aside)
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
@@ -152,6 +156,7 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
                 "rope_scaling rope_low_freq_factor rope_high_freq_factor rope_original_context mlp qk_norm tie_embeddings").split()
+ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")  # what the trained parameters are: as fixed as the architecture
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
 
@@ -176,7 +181,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 
@@ -359,6 +364,13 @@ def check_ranges(config):
         problems.append("out_dir is empty: expected the path of the run's folder, such as out/run")
     if c.optimizer == "muon" and c.learning_rate == 0:
         problems.append("learning_rate=0 with optimizer=muon, whose rate follows it: expected a number above 0")
+    if c.lora_alpha is not None and c.lora_alpha <= 0:
+        problems.append(f"lora_alpha={c.lora_alpha}: expected a number above 0, such as 2 * lora_rank")
+    if c.lora_rank > 0 and "init_from" not in c.given:
+        problems.append(f"lora_rank={c.lora_rank} adapts weights that are there already: expected init_from=, a run, a Hugging Face folder or name "
+                        "(init_from=scratch where random frozen weights are meant)")
+    if c.lora_rank > 0 and c.resize_vocab:
+        problems.append(f"resize_vocab adds rows of first values, which lora_rank={c.lora_rank} would freeze: expected one of the two")
     if c.threads > 4 * (os.cpu_count() or 1):
         problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:
@@ -447,13 +459,14 @@ def table(config):
 
 
 def make_model_config(config):
-    """The ModelConfig of a run, its derived sizes written back to the config; UserError where it cannot be built."""
+    """The ModelConfig of a run, its derived sizes, and those of the adapters, written back to the config; UserError where it cannot be built."""
     keys = ModelConfig.__dataclass_fields__
     model_config = ModelConfig(**{k: getattr(config, k) for k in keys})
     if problems := model_config.problems():
         raise UserError(*problems)
     for key in keys:
         setattr(config, key, getattr(model_config, key))
+    lora.resolve(config, model_config)
     return model_config
 
 

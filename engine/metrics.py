@@ -217,6 +217,8 @@ class Metrics:
 def describe(model, config, feed, place):
     """The few lines at the start of a log that say what is trained on what."""
     sizes = {n: (p.numel(), p.dim()) for n, p in model.named_parameters()}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    adapters = f"trained: {sum(sizes[n][0] for n in trained):,}, adapters of rank {config.lora_rank} beside {config.lora_targets}; " if config.lora_rank else ""
     total = sum(size for size, _ in sizes.values())
 
     def count(*parts):
@@ -233,7 +235,7 @@ def describe(model, config, feed, place):
         layout += f" ({place.replicas} replicas of {place.shards} shards)"
     return "\n".join((
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
-        f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",
+        f"{adapters}weight decay on {sum(size for n, (size, dim) in sizes.items() if dim >= 2 and n in trained):,}",
         f"data: {feed.train.description}{''.join(held_out)}",
         f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size}{reference}; an "
         f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",

@@ -16,6 +16,7 @@ from engine import config as settings
 from engine.errors import UserError
 from engine.families import open_weights
 from engine.feed import read_folders
+from engine.lora import add_adapters
 from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
@@ -57,7 +58,9 @@ def plan(config, world):
     check_batch(place, c)
     with torch.device("meta"):
         model = GPT(settings.make_model_config(c))
+        add_adapters(model, c)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
         state = {n: tuple(t.shape) for n, t in make_optimizer(model.named_parameters(), c).state().items()}
     in_blocks = {id(p) for block in model.blocks for m in block.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
     linears = [p for p in model.parameters() if id(p) in in_blocks]  # the groups that sync.shard() makes
@@ -65,8 +68,8 @@ def plan(config, world):
 
     shards = []
     for index in range(place.shards):
-        weights = 4 * sum(held(shape, place.shards, index) for shape in shapes.values())
-        shards.append((weights, weights, 4 * sum(held(shape, place.shards, index) for shape in state.values())))
+        rows = [shapes.values(), [shapes[n] for n in trained], state.values()]
+        shards.append(tuple(4 * sum(held(shape, place.shards, index) for shape in part) for part in rows))
     element = precision.autocast.itemsize if precision.autocast else 4
     memory = dict(zip(EXACT, shards[0]))
     memory["working copies"] = working_bytes(c, place, linears, root, element)
@@ -78,7 +81,7 @@ def plan(config, world):
     peak = peaks[precision.dtype] * 1e12
     return {
         "processes": world, "layout": place.layout, "replicas": place.replicas, "dtype": precision.dtype, "vocabulary": vocabulary,
-        "parameters": sum(math.prod(s) for s in shapes.values()),
+        "parameters": sum(math.prod(s) for s in shapes.values()), "trained": sum(math.prod(shapes[n]) for n in trained),
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
@@ -140,6 +143,10 @@ def padded(parameters, shards):
     return sum(shards * held(tuple(p.shape), shards, 0) for p in parameters)
 
 
+def with_gradients(parameters):
+    return [p for p in parameters if p.requires_grad]
+
+
 def working_bytes(c, place, linears, root, element):
     """What a device holds beside its own shards while it computes; an estimate of the peak.
 
@@ -154,6 +161,7 @@ def working_bytes(c, place, linears, root, element):
         return cast * block * c.n_layer
     whole = padded(root, place.shards)
     gathered = 4 * whole + element * block * (min(2, c.n_layer) if c.reshard_after_forward else c.n_layer)
+    block, whole = padded(with_gradients(linears), place.shards) // c.n_layer, padded(with_gradients(root), place.shards)
     return gathered + 4 * whole + max(4 * whole, (element + 4) * block)
 
 
@@ -176,6 +184,7 @@ def activation_bytes(c, element):
         q, k, v, attention's output        e (2 H + 2 K) D + 4 H    (qk_norm: e (H + K) D more, the norms' inputs)
         mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
         dropout's masks                    2 C
+        adapters                           e lora_rank for each
 
     and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
     checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
@@ -187,16 +196,17 @@ def activation_bytes(c, element):
     block += element * (H + K) * D if c.qk_norm else 0
     block += element * F * (4 if c.mlp == "swiglu" else 2)
     block += 2 * C if c.dropout else 0
+    block += element * c.lora_rank * len(c.lora_targets.split(",")) if c.lora_rank else 0
     blocks = 4 * C * c.n_layer + block if c.activation_checkpointing == "block" else block * c.n_layer
     return c.batch_size * c.block_size * (blocks + (4 + 4) * C)
 
 
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
-    and after; the head's gradient, made with them in float32, and autocast's copy of the head."""
+    and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
     rows, columns = model.wte.weight.shape
-    chunk = min(c.batch_size * c.block_size, LOSS_CHUNK)
-    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (4 + (element if element < 4 else 0))
+    chunk, gradient = min(c.batch_size * c.block_size, LOSS_CHUNK), 4 if model.wte.weight.requires_grad else 0
+    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
 def sent_bytes(c, place, linears, root, element):
@@ -206,14 +216,14 @@ def sent_bytes(c, place, linears, root, element):
     DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
     shard of their sum over the replicas once an update, Muon gathers its matrices once. Losses, norms and evaluation are
-    left out: some bytes, or rare.
+    left out: some bytes, or rare. Only what is trained has gradients.
     """
     def ring(n):
         return (n - 1) / n
 
     each, n = c.micro_batches // place.ranks, place.shards
     if place.layout != "fsdp":
-        buffer = 4 * sum(p.numel() for p in (*linears, *root))
+        buffer = 4 * sum(p.numel() for p in with_gradients((*linears, *root)))
         if place.ranks == 1:
             return {}
         if c.deterministic:  # sync.exchange, once for each subtree
@@ -222,9 +232,9 @@ def sent_bytes(c, place, linears, root, element):
         return {"all-reduce": round(2 * ring(place.ranks) * buffer)}
     blocks, whole = padded(linears, n), padded(root, n)
     gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
-    scattered = 4 * (blocks + whole)
+    scattered = 4 * padded(with_gradients((*linears, *root)), n)
     if c.optimizer == "muon":  # gathers whole matrices once, in float32
-        gathered += 4 * padded([p for p in linears if p.dim() == 2], n) / each
+        gathered += 4 * padded([p for p in with_gradients(linears) if p.dim() == 2], n) / each
     sent = {"all-gather": round(each * ring(n) * gathered)}
     sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
     if (r := place.replicas) > 1 and c.deterministic:
@@ -249,9 +259,10 @@ def print_plan(config, say):
     if p["replicas"] > 1:
         layout += f" in {p['replicas']} replicas of {len(p['shards'])} shards (HSDP)"
     micro, rows, length = p["batch"]
+    trained = "" if p["trained"] == p["parameters"] else f", of which {p['trained']:,} are trained"
     lines = [
         f"plan: {layout}, {p['dtype']} on {p['gpu']}; nothing is trained",
-        f"parameters      {p['parameters']:,}; vocabulary {p['vocabulary']}",
+        f"parameters      {p['parameters']:,}{trained}; vocabulary {p['vocabulary']}",
         f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['processes']} a process) "
         f"x {p['updates']:,} updates = {short_number(p['tokens'])}{p['how_long']}",
         f"FLOPs           {short_number(p['flops_per_token'])} a token, {p['flops']:.3g} in all",

@@ -107,13 +107,14 @@ def power_of_two_in(n):
 class Sync:
     """What the ranks of a run do together, for one layout: single, ddp or fsdp (with replicas: HSDP).
 
-    `model` is called in the loop; `plain` is the module whose parameters are trained.
+    `model` is called in the loop; `plain` is the module whose parameters, or whose adapters, are trained.
     """
 
     def __init__(self, plain, place, config):
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
+        self.trained = [p for p in self.parameters if p.requires_grad]  # with adapters these alone have gradients
         each = config.micro_batches // self.ranks
         # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch
         self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" else 1
@@ -154,8 +155,8 @@ class Sync:
         self.own.start_piece()
         if not self.deterministic:
             return
-        gradients = [local(p.grad) for p in self.parameters]
-        for p in self.parameters:
+        gradients = [local(p.grad) for p in self.trained]
+        for p in self.trained:
             p.grad = None
         self.inner.add(gradients)
         if (i + 1) % self.run == 0:
@@ -166,7 +167,7 @@ class Sync:
         """Deterministic: the tree's total becomes the parameters' gradients."""
         if not self.deterministic:
             return
-        for p, total in zip(self.parameters, self.outer.total()):
+        for p, total in zip(self.trained, self.outer.total()):
             if hasattr(p, "to_local"):
                 total = type(p).from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             p.grad = total
@@ -198,7 +199,7 @@ class Sync:
     @torch.no_grad()
     def gradient_norm(self):
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
-        gradients = [local(p.grad) for p in self.parameters]
+        gradients = [local(p.grad) for p in self.trained]
         if not self.deterministic:
             squares = torch.stack([g.square().sum() if g.numel() else g.new_zeros(()) for g in gradients]).sum() \
                 if self.layout == "fsdp" else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
@@ -208,7 +209,7 @@ class Sync:
             return squares.sqrt()
         rows = [row_squares(g) for g in gradients]
         if self.layout == "fsdp":
-            rows = gather_rows(rows, self.parameters, self.place.shard_group)
+            rows = gather_rows(rows, self.trained, self.place.shard_group)
         return fold(torch.cat(rows)).sqrt().float()
 
     def check_replicas(self):
