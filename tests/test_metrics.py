@@ -1,0 +1,103 @@
+"""What a run shows of itself: its log compared with others', its picture, its lines, and what it tells trackers."""
+
+import json
+import math
+import struct
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, Finished, several
+
+from engine.errors import UserError
+from engine.metrics import compare, last_bit_units, main, read_curve
+
+
+def metrics_command(*words, code):
+    done = subprocess.run([sys.executable, "-m", "engine.metrics", *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = Finished(done)
+    assert result.code == code, result.out + result.err
+    return result
+
+
+def line(step, loss, kind="train", **values):
+    return {"kind": kind, "step": step, "loss": loss, **({"grad_norm": 1.0, "lr": 0.1, "tokens": 10 * step} if kind == "train" else {}), **values}
+
+
+def log(folder, lines, tail=""):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines) + tail)
+    return str(folder)
+
+
+def next_float32(x, n=1):
+    return struct.unpack("f", struct.pack("I", struct.unpack("I", struct.pack("f", x))[0] + n))[0]
+
+
+# ------------------------------------------------------------------------------------------------------ comparing runs
+
+
+def test_one_process_and_two_are_identical_and_a_tampered_line_is_named(data, tmp_path):
+    """The tool with which a person sees that layouts draw one curve."""
+    settings = dict(max_iters=6, eval_interval=3, deterministic=True)
+    one, two, tampered = (tmp_path / name for name in ("one", "two", "tampered"))
+    several(1, [(one, data, settings)])
+    several(2, [(two, data, settings)])
+    same = metrics_command(one, two, code=0)
+    assert "are identical: updates 1 to 6 and 2 evaluations, to the last bit" in same.out and str(tmp_path / "curves.png") in same.out
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    lines = [json.loads(text) for text in (two / "metrics.jsonl").read_text().splitlines()]
+    found = next(r for r in lines if r["kind"] == "train" and r["step"] == 4)
+    found["loss"] = next_float32(found["loss"], 3)
+    log(tampered, lines)
+    other = metrics_command(one, tampered, two, code=1)
+    assert "first differ at step 4: loss" in other.out and "3 float32 ulps apart" in other.out and f"{one} and {two} are identical" in other.out
+
+
+@pytest.mark.quick
+def test_where_two_curves_part():
+    def told(a, b):
+        one, sentences = compare(*({(r["step"], r["kind"]): {k: v for k, v in r.items() if k not in ("kind", "step")} for r in c} for c in (a, b)), "a", "b")
+        return one, "\n".join(sentences)
+
+    whole = [line(s, 3.0 - s / 8) for s in range(1, 9)]
+    assert told(whole, whole) == (True, "a and b are identical: updates 1 to 8, to the last bit")
+    assert told(whole, whole[:5]) == (True, "a and b are identical: updates 1 to 5, to the last bit\nonly a has updates 6 to 8")
+    assert told(whole, whole[2:5])[1].endswith("only a has updates 1 to 2, 6 to 8")
+    assert told(whole[:3], whole[4:]) == (False, "a and b have no update in common: updates 1 to 3 and updates 5 to 8")
+    assert told(whole, whole[:3] + whole[4:]) == (False, "a and b differ: update 4 is in a only")
+    changed = [dict(r, lr=0.2) if r["step"] == 3 else r for r in whole]
+    assert told(whole, changed)[0] is False and "first differ at step 3: lr 0.1 and 0.2, " in told(whole, changed)[1]
+    evaluated = whole + [line(8, 2.5, "val")]
+    assert told(whole, evaluated)[0], "only one of them was evaluated"
+    assert "step 8: val loss 2.5 and 2.0" in told(evaluated, whole + [line(8, 2.0, "val")])[1]
+    nan = whole + [line(8, math.nan, "val")]
+    assert told(nan, nan)[0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("a, b, units", [
+    (3.0, next_float32(3.0), "1 float32 ulp"), (next_float32(3.0, 7), 3.0, "7 float32 ulps"), (0.1, math.nextafter(0.1, 1), "1 float64 ulp"),
+    (0.0, -0.0, "0 float32 ulps"), (2.0**-149, -(2.0**-149), "2 float32 ulps"), (1e300, math.nextafter(1e300, 2e300), "1 float64 ulp"), (5, 7, "2")])
+def test_last_bit_units(a, b, units):
+    assert last_bit_units(a, b) == units
+
+
+@pytest.mark.quick
+def test_a_log_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path):
+    whole = [line(1, 3.0), {"kind": "event", "step": 1, "event": "saved"}, line(1, 2.5, "val"), line(2, 2.0)]
+    assert list(read_curve(log(tmp_path / "a", whole, '{"kind": "train", "st'))) == [(1, "train"), (1, "val"), (2, "train")]
+
+
+@pytest.mark.quick
+def test_what_cannot_be_compared_is_one_sentence(tmp_path):
+    good = log(tmp_path / "good", [line(1, 3.0)])
+    for bad, words in ((str(tmp_path / "none"), ["none", "No such file", "folder of a run"]), (log(tmp_path / "empty", []), ["no update"]),
+                       (log(tmp_path / "torn", [line(1, 3.0)], "{torn\n"), ["line 2"]), (log(tmp_path / "twice", [line(1, 3.0)] * 2), ["line 2", "second time"]),
+                       (log(tmp_path / "other", [{"kind": "train", "step": 1}]), ["line 1"]), ("--frob", ["--frob", "--out="]),
+                       (f"--out={tmp_path}/no/where.png", ["where.png", "No such file"])):
+        with pytest.raises(UserError) as error:
+            main([good, bad])
+        assert len(error.value.sentences) == 1 and all(word in str(error.value) for word in words), error.value
+    result = metrics_command(good, tmp_path / "none", code=2)
+    assert len(result.errors) == 1 == len(result.err.splitlines())
