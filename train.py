@@ -29,10 +29,11 @@ from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import checkpoint as ckpt
 from engine import config as settings
 from engine import processes
+from engine.console import Console
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
 from engine.families import open_weights
-from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
+from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
 from engine.saving import Saver
@@ -257,8 +258,7 @@ def run_rank(argv, place, watch):
     if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
     tokens_per_update = config.total_batch_size
-    flops, peak = model.flops_per_token(), None
-    line_time = line_step = 0  # what the next line on the console is about
+    console = Console(place, config, metrics, model.flops_per_token(), precision.dtype)
     while step < config.max_iters and not watch.here():
         step_started = time.perf_counter()
         if count := bad.ahead.pop(samples, 0):
@@ -310,22 +310,9 @@ def run_rank(argv, place, watch):
         watch.step = step
 
         seconds = time.perf_counter() - step_started
-        rate = tokens_per_update / seconds
-        metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, tokens_per_s=round(rate, 1),
-                      mfu=round(flops * rate / peak, 4) if peak else None, step_ms=round(seconds * 1e3, 3))
-        line_time, line_step = line_time + seconds, line_step + 1
+        metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, **console.speed(seconds))
+        console.update(step, seconds)
         last = step == config.max_iters
-        if step == 1 or step % config.log_interval == 0 or last:
-            each = line_time / line_step
-            say(f"step {step:,}/{config.max_iters:,} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} | "
-                f"{each * 1e3:,.1f} ms | {short_number(tokens_per_update / each)} tokens/s | "
-                + (f"mfu {flops * tokens_per_update / each / peak:.0%} | " if peak else "")
-                + f"{short_time(each * (config.max_iters - step))} left")
-            line_time = line_step = 0
-            metrics.flush()
-        if peak is None:  # not before the first update: a CPU's is measured
-            peak = peak_flops(device, precision.dtype) * place.ranks
-
         for rank, times in slow.note(own_seconds):
             metrics.event(step, "slow_rank", rank=rank, host=place.hosts[rank], times_median=round(times, 2))
             say(f"warning: rank {rank} on {place.hosts[rank]} takes {times:.1f} times as long as the median rank for its own work, "

@@ -76,7 +76,7 @@ class Metrics:
 
     def go_back(self, step):
         """Cuts off what lies beyond `step`: it comes again."""
-        self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
+        self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s, grad_norm), (tokens, loss), tokens
         self.tokens, self.val_losses = 0, {}  # of training; {step: loss}
         if not self.active:
             return
@@ -130,7 +130,7 @@ class Metrics:
     def _remember(self, record):
         if record["kind"] == "train":
             self.tokens = record["tokens"]
-            self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"]))
+            self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"], record["grad_norm"]))
         elif record["kind"] == "val":
             self.val.append((self.tokens, record["loss"]))
             self.val_losses[record["step"]] = record["loss"]
@@ -168,7 +168,7 @@ class Metrics:
         top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
         thin = self.train[::max(1, len(self.train) // 4000)]
         if thin:
-            tokens, losses, rates, speeds = zip(*thin)
+            tokens, losses, rates, speeds, _ = zip(*thin)
             top.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each update")
             top.plot(tokens, smooth(losses), color="tab:blue", linewidth=1.5, label="training, smoothed")
             middle.plot(tokens, rates, color="tab:green")

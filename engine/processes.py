@@ -45,6 +45,7 @@ class Place:
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
     job_started: float = field(default_factory=lambda: time.monotonic() - job_seconds())  # of the oldest torchrun in it; on rank 0
+    bar: Any = None  # the live line under what is said, on a terminal
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
@@ -72,7 +73,13 @@ class Place:
     def say(self, sentence):
         """Prints, once for all ranks."""
         if self.speaks:
+            self.close()
             print(sentence, flush=True)
+
+    def close(self):
+        """Takes the live line off the terminal, until it is drawn again."""
+        if self.bar is not None:
+            self.bar.clear()
 
     def meet(self):
         """Agrees with the other ranks on keys of their own for this start, and on how old the job is. torchrun's store may hold what an
@@ -117,13 +124,15 @@ class Place:
         return json.loads(self.store.get(key))
 
     def wait_for(self, key, seconds):
-        """Whether a key appears in the store within so many seconds. A second at a time: Python sees no signal inside the store's wait."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait([key], datetime.timedelta(seconds=min(1, left)))
-                return True
-        return self.store.check([key])
+        """Whether a key appears in the store within so many seconds. It is looked for: Python sees no signal inside the store's own wait, and
+        each short wait of the store's that ends without the key is two lines of warnings in the log."""
+        started = time.monotonic()
+        while not self.store.check([key]):
+            waited = time.monotonic() - started
+            if waited > seconds:
+                return False
+            time.sleep(min(0.5, 0.001 + waited / 20))
+        return True
 
     def own_store(self, name):
         """A connection to the store for another thread, with keys of its own: a wait in one holds up whoever shares it. None alone."""

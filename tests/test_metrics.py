@@ -1,16 +1,25 @@
 """What a run shows of itself: its log compared with others', its picture, its lines, and what it tells trackers."""
 
+import fcntl
 import json
 import math
+import os
+import pty
+import re
 import struct
 import subprocess
 import sys
+import termios
 
 import pytest
-from conftest import ROOT, Finished, several
+import torch
+from conftest import ROOT, TINY, Finished, as_args, several, torchrun, train
 
+from engine.config import Config
+from engine.console import WINDOW, Console, z_score
 from engine.errors import UserError
-from engine.metrics import compare, last_bit_units, main, read_curve
+from engine.metrics import Metrics, compare, last_bit_units, main, read_curve
+from engine.processes import Place
 
 
 def metrics_command(*words, code):
@@ -101,3 +110,79 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path):
         assert len(error.value.sentences) == 1 and all(word in str(error.value) for word in words), error.value
     result = metrics_command(good, tmp_path / "none", code=2)
     assert len(result.errors) == 1 == len(result.err.splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------- the console
+
+LINE = re.compile(r"step \d+/\d+ *\| loss \d\.\d{4}, smoothed \d\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d+\.\d\d \| [\d,.]+ ms \| [\d.]+k? tokens/s"
+                  r"( \([\d.]+k? a device\))?( \| mfu \d+%)? \| \d\.\d\d GB \| \d+s left")
+
+
+def on_a_terminal(command, columns):
+    """(what a terminal shows after a command has ended, a line each; everything that it was sent)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    sent = b""
+    try:
+        while piece := os.read(ours, 65536):
+            sent += piece
+    except OSError:  # its end, on Linux
+        pass
+    os.close(ours)
+    assert process.wait() == 0, sent.decode()
+    lines, column = [[]], 0
+    for c in sent.decode():
+        if c == "\n":
+            lines.append([])
+        elif c == "\r":
+            column = 0
+        else:
+            lines[-1][column:column + 1] = c if column < len(lines[-1]) else [" "] * (column - len(lines[-1])) + [c]
+            column += 1
+    return ["".join(line).rstrip() for line in lines], sent.decode()
+
+
+def test_a_terminal_shows_the_lines_of_a_file_and_a_bar_that_leaves_nothing(data, tmp_path):
+    settings = dict(TINY, dataset=data, max_iters=40, log_interval=10, eval_interval=20, eval_tokens=64, sample_tokens=5)
+    command = [sys.executable, "train.py", "tests/empty_config.py", *as_args(settings)]
+    shown, sent = on_a_terminal([*command, f"--out_dir={tmp_path / 'a'}"], columns=150)
+    written = subprocess.run([*command, f"--out_dir={tmp_path / 'b'}"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+    def masked(lines):
+        return [re.sub(r"norm [\d.]+|[\d.,]+ ms|[\d.]+k? tokens/s|mfu \d+%|\d+s\b|[\d.]+ GB|/[ab]\b", "*", line).rstrip() for line in lines if line]
+
+    assert "\r" not in "".join(written) and "\x1b" not in "".join(written), "in a file plain lines"
+    assert "% |" in sent and "\x1b[1;31m" not in sent and masked(shown) == masked(written)
+    assert [line.split("|")[0].strip() for line in written if LINE.fullmatch(line)] == [f"step {s}/40" for s in (1, 10, 20, 30, 40)], written
+
+
+def test_four_processes_say_each_thing_once(data, tmp_path):
+    settings = {**TINY, "dataset": data, "out_dir": tmp_path / "run", "max_iters": 6, "eval_interval": 3, "batch_size": 1, "sample_tokens": 4, "log_interval": 2}
+    result = torchrun(4, "train.py", "tests/empty_config.py", *as_args(settings))
+    assert result.code == 0, result.err
+    said = [re.sub(r" \(best.*|, best.*", "", line) for line in result.out.splitlines() if line.strip()]
+    assert len(said) == len(set(said)), [line for line in said if said.count(line) > 1]
+    shown = [line for line in said if LINE.fullmatch(line)]
+    assert [line.split("|")[0].strip() for line in shown] == [f"step {s}/6" for s in (1, 2, 4, 6)] and all("a device" in line for line in shown)
+    told = [line for line in result.err.splitlines() if line.strip(" *") and "OMP_NUM_THREADS" not in line and "torch/distributed/run.py" not in line]
+    assert len(told) == len(set(told)) and not any("timed out" in line for line in told), result.err
+
+
+@pytest.mark.quick
+def test_an_unusual_update_has_a_line_of_its_own_that_says_so(tmp_path, capsys):
+    assert z_score([1.0] * WINDOW + [9.0]) == 0 and z_score([1.0, 3.0] * (WINDOW // 2) + [9.0]) == 7 and z_score([1.0, 3.0, 90.0]) == 0
+    place = Place(device=torch.device("cpu"))
+    console = Console(place, Config(max_iters=1000, log_interval=100, total_batch_size=10), Metrics(str(tmp_path), 0), 1, "float32")
+    for step in range(1, WINDOW + 3):
+        spike = step == WINDOW + 1
+        console.metrics.write("train", step, loss=2.0 + 0.1 * (step % 2) + spike, grad_norm=1.0 + 0.1 * (step % 2), lr=0.1, tokens=step, **console.speed(0.1))
+        console.update(step, 0.1)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0] for line in told] == ["step 1", "step 100", f"step {WINDOW + 1}"]
+    assert told[-1].endswith("| unusual: loss 21.0 standard deviations above its mean") and "unusual" not in told[1]
+    console.metrics.go_back(WINDOW)
+    console.metrics.write("train", WINDOW + 1, loss=2.1, grad_norm=1.9, lr=0.1, tokens=WINDOW + 1, **console.speed(0.1))
+    console.update(WINDOW + 1, 0.1)
+    assert capsys.readouterr().out.strip().endswith("| unusual: gradient norm 17.0 standard deviations above its mean"), "it knows what was before the restart"
