@@ -158,15 +158,15 @@ def run_rank(argv, place, watch):
     # ------------------------------------------------------------------ what the log starts with
     with recovery.usable(run):
         metrics = Metrics(run, step, active=place.speaks and not config.eval_only)
-    wandb_id = resumed.manifest["wandb_run_id"] if resumed else None
+    gone_back = resumed and config.resume_step not in (None, resumed.manifest["config"].get("resume_step"))  # another curve, another wandb run
+    wandb_id = resumed.manifest["wandb_run_id"] if resumed and not gone_back else None
     versions, resolved = settings.versions(), settings.as_dict(config)
     if place.speaks:
         if not config.eval_only:
             ckpt.write_json(os.path.join(run, "config.json"), {
                 "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "layout": place.layout, "world_size": place.ranks, "mesh": {"dp_replicate": place.replicas, "dp_shard": place.shards}})
-        if config.wandb_log:
-            wandb_id = metrics.start_wandb(config, resolved, wandb_id)
+            wandb_id = metrics.start_trackers(config, resolved, step, wandb_id)
         say(settings.table(config))
         say(describe(model, config, train_data, val_data, batches, place))
     if resumed:

@@ -123,6 +123,7 @@ class Config:
     wandb_log: bool = False
     wandb_project: str = "boringgpt"
     wandb_run_name: str | None = None  # default: the name of the run's folder
+    tensorboard_log: bool = False  # event files in the run's folder; needs the package tensorboard
 
     # nanoGPT's other names, turned into the ones above
     eval_iters: int = 200

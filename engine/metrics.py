@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics.jsonl, loss.png, Weights & Biases, speed and MFU; and whether several runs drew one curve.
+"""What a run leaves to look at: metrics.jsonl, loss.png, speed and MFU; and whether several runs drew one curve.
 
     python -m engine.metrics out/a out/b ...           where each first differs from the first one, and by how many last-bit units
     python -m engine.metrics out/a out/b --out=ab.png  the picture of all of them in another place than curves.png beside out/a
@@ -19,6 +19,7 @@ import torch
 
 from engine.errors import EXIT_FAILED, UserError, run_as_script
 from engine.matmul import linear
+from engine.trackers import TensorBoard, Trackers, Wandb
 
 # Dense peak of the matrix units in TFLOP/s by dtype, from the makers' data sheets (without sparsity; float32 as TF32). The
 # first that stands as a word in torch.cuda.get_device_name() counts; a device that is not here is measured.
@@ -63,7 +64,7 @@ def peak_flops(device, dtype):
 
 
 class Metrics:
-    """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb where that was asked for."""
+    """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb and TensorBoard where that was asked for."""
 
     def __init__(self, run, step, active=True):
         """Opens run/metrics.jsonl to go on after `step` updates: lines beyond it, and a torn last one, are cut off.
@@ -71,7 +72,7 @@ class Metrics:
         A rank that is not active writes nothing.
         """
         self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
-        self.wandb, self.file, self.lock = None, None, threading.Lock()  # a save in the background writes its line too
+        self.trackers, self.file, self.lock = Trackers(), None, threading.Lock()  # a save in the background writes its line too
         self.go_back(step)
 
     def go_back(self, step):
@@ -99,6 +100,7 @@ class Metrics:
             os.fsync(f.fileno())
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", encoding="utf-8")
+        self.trackers.tell("go_back", step)
 
     def write(self, kind, step, **values):
         """One line: {"kind": ..., "step": ..., ...}, numbers in full precision."""
@@ -108,9 +110,8 @@ class Metrics:
         with self.lock:
             self.file.write(json.dumps(record) + "\n")
             self._remember(record)
-        if self.wandb and kind != "event":
-            prefix = "train" if kind == "train" else kind
-            self.wandb.log({f"{prefix}/{k}": v for k, v in values.items() if v is not None}, step=step)
+        if self.trackers.active and kind != "event":
+            self.trackers.tell("write", kind, step, values)
 
     def event(self, step, event, **values):
         self.write("event", step, event=event, **values)
@@ -126,6 +127,7 @@ class Metrics:
         self.flush()
         if self.active:
             os.fsync(self.file.fileno())
+            self.trackers.tell("flush")
 
     def _remember(self, record):
         if record["kind"] == "train":
@@ -137,24 +139,20 @@ class Metrics:
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 
-    def start_wandb(self, config, settings, run_id):
-        """Starts or resumes a wandb run; returns its id. A run that cannot be followed there goes on without."""
-        try:
-            import wandb
-
-            name = config.wandb_run_name or os.path.basename(os.path.normpath(config.out_dir))
-            self.wandb = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow", config=settings, dir=self.run)
-            return self.wandb.id
-        except Exception as error:  # its own errors are of many kinds; none is worth a training run
-            print(f"wandb_log=True, but wandb did not start ({type(error).__name__}: {str(error).splitlines()[0]}): going on without it",
-                  file=sys.stderr)
-            return run_id
+    def start_trackers(self, config, settings, step, run_id):
+        """Starts wandb, or resumes its run `run_id`, and TensorBoard, as the config says. Returns the id of the wandb run there is now, or None."""
+        if config.tensorboard_log:
+            self.trackers.start("tensorboard_log", lambda: TensorBoard(self.run, step))
+        if config.wandb_log:
+            with open(self.path, encoding="utf-8") as f:
+                wandb = self.trackers.start("wandb_log", lambda: Wandb(self.run, config, settings, run_id, map(json.loads, f)))
+            return wandb.id if wandb else run_id
+        return run_id
 
     def close(self):
         if self.active:
             self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self.trackers.tell("close")
 
     def draw(self):
         """Draws run/loss.png: losses over tokens, learning rate and speed under them. 800 pixels wide."""

@@ -13,13 +13,14 @@ import termios
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Finished, as_args, several, torchrun, train
+from conftest import ROOT, TINY, Finished, Job, as_args, curve, several, steps, torchrun, train
 
 from engine.config import Config
 from engine.console import WINDOW, Console, z_score
 from engine.errors import UserError
 from engine.metrics import Metrics, compare, last_bit_units, main, read_curve
 from engine.processes import Place
+from engine.trackers import read_offline
 
 
 def metrics_command(*words, code):
@@ -186,3 +187,57 @@ def test_an_unusual_update_has_a_line_of_its_own_that_says_so(tmp_path, capsys):
     console.metrics.write("train", WINDOW + 1, loss=2.1, grad_norm=1.9, lr=0.1, tokens=WINDOW + 1, **console.speed(0.1))
     console.update(WINDOW + 1, 0.1)
     assert capsys.readouterr().out.strip().endswith("| unusual: gradient norm 17.0 standard deviations above its mean"), "it knows what was before the restart"
+
+
+# --------------------------------------------------------------------------------------------------- wandb, TensorBoard
+
+
+def test_wandb_offline_has_every_step_once_under_one_id_whatever_was_killed(data, tmp_path):
+    settings = dict(max_iters=150, save_interval=50, eval_interval=50, eval_tokens=64, wandb_log=True)
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    for reach in (60, 1, None):  # the second start dies before it is as far as the first was
+        job = Job(1, tmp_path / "run", data, env=env, **settings)
+        if reach:
+            job.wait_for(lambda: job.step >= reach)
+            job.kill()
+    assert job.end() == 0, job.text
+    folders = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"), key=lambda f: f.stat().st_ctime)
+    assert len(folders) == 3 and len({f.name.rsplit("-", 1)[1] for f in folders}) == 1, "one id"
+    rows = [row for folder in folders for path in folder.glob('*.wandb') for row in read_offline(path)]
+    seen = [row["step"] for row in rows if "train/loss" in row]
+    assert sorted(seen) == list(range(1, 151)), "each update once"
+    assert [row["step"] for row in rows if "val/loss" in row] == [50, 100, 150]
+    assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == {s: loss for s, (loss, _, _) in curve(tmp_path / "run").items()}
+
+
+STAND_IN = """
+import sys
+if "BREAKS_AT" not in __import__("os").environ: raise ImportError("not here")
+class StandIn:
+    id, summary = "abc", {}
+    def __init__(self, *args, **kwargs): pass
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, values): raise RuntimeError("it broke\\nat length")
+Settings, init = StandIn, StandIn
+"""
+
+
+def test_a_tracker_that_is_absent_or_breaks_is_one_sentence_and_the_run_goes_on(data, tmp_path):
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    (tmp_path / "tensorboard.py").write_text(STAND_IN)
+    absent = train(tmp_path / "absent", data, max_iters=3, wandb_log=True, tensorboard_log=True, env={"PYTHONPATH": str(tmp_path)})
+    assert absent.err.splitlines() == ["tensorboard_log=True, but tensorboard did not start (ImportError: not here): going on without it",
+                                       "wandb_log=True, but wandb did not start (ImportError: not here): going on without it"]
+    breaks = train(tmp_path / "breaks", data, max_iters=3, wandb_log=True, env={"PYTHONPATH": str(tmp_path), "BREAKS_AT": "log"})
+    assert breaks.err.splitlines() == ["wandb_log=True, but wandb broke (RuntimeError: it broke): going on without it"]
+    assert steps(tmp_path / "absent") == steps(tmp_path / "breaks") == [3]
+
+
+def test_tensorboard_has_the_curve(data, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for most in (4, 6):
+        train(tmp_path / "run", data, max_iters=most, lr_decay_iters=6, eval_interval=2, tensorboard_log=True)
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(s, pytest.approx(v[0])) for s, v in curve(tmp_path / "run").items()]
+    assert [e.step for e in found.Scalars("val/loss")] == [2, 4, 6]
