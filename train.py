@@ -35,6 +35,7 @@ from engine.evaluate import check_split, evaluate
 from engine.families import open_weights
 from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
+from engine.profiling import Profiler
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
 from engine.saving import Saver
 from engine.sync import Sync, shard
@@ -111,6 +112,7 @@ def run_rank(argv, place, watch):
                 dataset.check_ids(config.vocab_size)
         tokenizer = find_tokenizer(train_data, folder, weights, config.vocab_size, say)
         changed = check_resumable(resumed, config, train_data, say) if resumed else []
+        profiler = Profiler(config, place, resumed.step if resumed else 0)
     with place.agreement():
         processes.compare_ranks(place, config, train_data.fingerprint)
     batches = WindowReader(train_data, config.block_size, config.seed)
@@ -312,6 +314,7 @@ def run_rank(argv, place, watch):
         seconds = time.perf_counter() - step_started
         metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, **console.speed(seconds))
         console.update(step, seconds)
+        profiler.update_done(step)
         last = step == config.max_iters
         for rank, times in slow.note(own_seconds):
             metrics.event(step, "slow_rank", rank=rank, host=place.hosts[rank], times_median=round(times, 2))

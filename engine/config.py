@@ -36,6 +36,7 @@ class Config:
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
     plan_gpu: str = "H100"  # the GPU that a plan is for
     rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
+    profile: int = 0  # updates to put under torch.profiler, after three that warm up: a table and a trace (0: none)
     check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
@@ -147,7 +148,7 @@ CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic").split()
 
 # Other words for settings above, and what asks for something else than a run
-NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse check".split()
+NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse profile check".split()
 
 CHOICES = {
     "resume": ("auto", "never"),
@@ -163,7 +164,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "plan": 0, "profile": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 

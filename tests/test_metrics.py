@@ -1,6 +1,7 @@
 """What a run shows of itself: its log compared with others', its picture, its lines, and what it tells trackers."""
 
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -241,3 +242,24 @@ def test_tensorboard_has_the_curve(data, tmp_path):
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(s, pytest.approx(v[0])) for s, v in curve(tmp_path / "run").items()]
     assert [e.step for e in found.Scalars("val/loss")] == [2, 4, 6]
+
+
+# ----------------------------------------------------------------------------------------------------------- the profile
+
+
+def test_a_profile_is_a_table_and_a_trace_and_changes_nothing(data, tmp_path):
+    plain, profiled, short = (tmp_path / name for name in ("plain", "profiled", "short"))
+    train(plain, data, max_iters=7)
+    result = train(profiled, data, max_iters=7, profile=2)
+    assert curve(plain) == curve(profiled)
+    (path,) = (profiled / "profile").iterdir()
+    assert path.name == "updates_4_to_5.json.gz" and str(path) in result.out
+    with gzip.open(path) as f:
+        names = [event.get("name") or "" for event in json.load(f)["traceEvents"]]
+    assert {n for n in names if n.startswith("ProfilerStep")} == {"ProfilerStep#2", "ProfilerStep#3"} and "aten::mm" in names
+    lines = result.out[result.out.index("the 10 most expensive of"):].splitlines()[1:11]
+    shares = [float(line.split("%")[0]) for line in lines]
+    assert all(re.fullmatch(r" *[\d.]+% +[\d.,]+ ms +[\d,]+ calls an update   [\w:]+.*", line) for line in lines), lines
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5 and any("aten::" in line and "mm" in line for line in lines)
+    refused = train(short, data, expect=2, max_iters=4, profile=2)
+    assert len(refused.errors) == 1 and "takes 5 updates" in refused.errors[0] and not short.exists()
