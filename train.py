@@ -28,7 +28,7 @@ from data.shards import TokenDataset, find_dataset
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import checkpoint as ckpt
 from engine import config as settings
-from engine import processes
+from engine import hellaswag, processes
 from engine.console import Console
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
@@ -111,10 +111,11 @@ def run_rank(argv, place, watch):
                 check_split(dataset, split, config.block_size)
                 dataset.check_ids(config.vocab_size)
         tokenizer = find_tokenizer(train_data, folder, weights, config.vocab_size, say)
+        items = hellaswag.read_items(config.hellaswag, config.hellaswag_items, tokenizer, config.block_size, config.vocab_size) if config.hellaswag else None
         changed = check_resumable(resumed, config, train_data, say) if resumed else []
         profiler = Profiler(config, place, resumed.step if resumed else 0)
     with place.agreement():
-        processes.compare_ranks(place, config, train_data.fingerprint)
+        processes.compare_ranks(place, config, [train_data.fingerprint, items and items.fingerprint])
     batches = WindowReader(train_data, config.block_size, config.seed)
     val_batches = WindowReader(val_data, config.block_size) if val_data else None
 
@@ -210,11 +211,15 @@ def run_rank(argv, place, watch):
 
     def validate():
         loss = evaluate(model, val_batches, config.eval_tokens, config.batch_size, place, precision, watch)
+        scores = hellaswag.score(model, items, config.batch_size, place, precision, watch) if items and loss is not None else None
         model.train()
-        if loss is None:
+        if watch.stopped:
             return
         best = min(metrics.val_losses.values(), default=math.inf)
         say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
+        if scores:
+            say(f"step {step:,}: HellaSwag {scores['acc_norm']:.2%} of {scores['items']:,} right by the mean loss of the ending, {scores['acc']:.2%} by its sum")
+            metrics.write("hellaswag", step, **scores)
         if config.eval_only or not place.speaks:
             return
         metrics.write("val", step, loss=loss)

@@ -118,6 +118,8 @@ class Config:
     eval_interval: int = 2000  # updates between evaluations (0: none)
     eval_tokens: int | None = None  # validation tokens (default: eval_iters * batch_size * block_size)
     eval_only: bool = False
+    hellaswag: str | None = None  # score this .jsonl at each evaluation: a path, or OWNER/NAME/FILE.jsonl on the hub
+    hellaswag_items: int = 0  # the first so many of its items (0: all 10,042)
     log_interval: int = 1  # updates between lines on the console; metrics.jsonl has every update
     sample_interval: int = 0  # updates between sample texts (0: one at the end)
     sample_tokens: int = 256  # length of a sample text (0: none)
@@ -164,7 +166,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "plan": 0, "profile": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 
@@ -344,6 +346,8 @@ def check_ranges(config):
         problems.append("out_dir is empty: expected the path of the run's folder, such as out/run")
     if c.optimizer == "muon" and c.learning_rate == 0:
         problems.append("learning_rate=0 with optimizer=muon, whose rate follows it: expected a number above 0")
+    if c.hellaswag and not c.eval_interval and not c.eval_only:
+        problems.append(f"hellaswag={c.hellaswag} is scored at each evaluation and eval_interval=0 has none: eval_interval=250 would work")
     if c.threads > 4 * (os.cpu_count() or 1):
         problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:

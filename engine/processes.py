@@ -303,7 +303,7 @@ def compare_ranks(place, config, data_fingerprint):
     """UserError unless all machines run the same code on the same settings and tokens; paths and names may differ."""
     if place.store is None:
         return
-    local_keys = ("out_dir", "dataset", "init_from", "wandb_run_name")
+    local_keys = ("out_dir", "dataset", "init_from", "hellaswag", "wandb_run_name")
     settings = {k: v for k, v in as_dict(config).items() if k not in local_keys}
     digest = hashlib.sha256()
     for folder in ("", "engine", "data"):
@@ -320,7 +320,7 @@ def compare_ranks(place, config, data_fingerprint):
         if other["code"] != first["code"]:
             problems.append(f"{where} runs other code than rank 0: bring every machine to the same version")
         if other["data"] != first["data"]:
-            problems.append(f"the data set on {where} holds other tokens than that of rank 0: copy it, or prepare it there in the same way")
+            problems.append(f"the data set (or the file of hellaswag) on {where} holds other tokens than that of rank 0: copy it, or prepare it there in the same way")
     if problems:
         raise UserError(*problems)
 
