@@ -8,6 +8,7 @@ import torch
 from conftest import TINY, as_args, records, run_script, torchrun, train
 
 from data.tokenizers import byte_tokenizer
+from engine.config import Config
 from engine.errors import UserError
 from engine.families import open_weights
 from engine.hellaswag import choose, find_file, read_items
@@ -62,7 +63,10 @@ def test_the_choices_are_those_of_transformers_on_any_layout(folder, expected):
     place = Place(device=torch.device("cpu"))
     model = load_model(open_weights(str(folder / "weights"), print), place.device)
     items = read_items(str(folder / "items.jsonl"), 0, byte_tokenizer(), 64, 257)
-    assert choose(model, items, 8, place, Precision("float32", None, False), Watch(place)).tolist() == expected
+    watch = Watch(place)
+    watch.start(Config(watchdog_seconds=0), 0)
+    assert choose(model, items, 8, place, Precision("float32", None, False), watch).tolist() == expected
+    watch.__exit__()
     assert torchrun(2, "tests/ranks.py", "choices", folder).code == 0
     for rank in range(2):
         for found in json.loads((folder / f"choices-{rank}.json").read_text()):
