@@ -168,7 +168,9 @@ class Metrics:
         if thin:
             tokens, losses, rates, speeds, _ = zip(*thin)
             top.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each update")
-            top.plot(tokens, smooth(losses), color="tab:blue", linewidth=1.5, label="training, smoothed")
+            # smoothed from both ends: from one alone it lags behind a curve that falls
+            both = [(a + b) / 2 for a, b in zip(smooth(losses), reversed(smooth(losses[::-1])))]
+            top.plot(tokens, both, color="tab:blue", linewidth=1.5, label="training, smoothed")
             middle.plot(tokens, rates, color="tab:green")
             bottom.plot(tokens, speeds, color="tab:gray", linewidth=0.8)
             settled = [x for x in losses[len(losses) // 50:] + tuple(v for _, v in self.val) if x is not None and x < float("inf")]

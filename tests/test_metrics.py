@@ -114,6 +114,28 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path):
     assert len(result.errors) == 1 == len(result.err.splitlines())
 
 
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+
+def test_the_picture_of_a_run_marks_each_restart(data, tmp_path):
+    run = tmp_path / "run"
+    several(1, [(run, data, dict(max_iters=most, lr_decay_iters=30, eval_interval=5)) for most in (10, 20, 30)])
+    from matplotlib.image import imread
+
+    pixels = imread(run / "loss.png")[:, :, :3]
+    assert pixels.shape == (600, 800, 3)
+
+    def columns(red, green, blue, least):
+        """Where a colour stands in so many rows of a column, neighbouring columns as one."""
+        near = (abs(pixels - [red / 255, green / 255, blue / 255]) < 0.15).all(2).sum(0) >= least
+        return [x for x in range(1, 800) if near[x] and not near[x - 1]]
+
+    restarts = columns(214, 39, 40, least=60)
+    assert len(restarts) == 2 and abs((restarts[1] - restarts[0]) - (restarts[0] - 105)) < 25, restarts
+    assert columns(255, 127, 14, least=3), "validation"
+    assert (pixels[-25:, 300:600] < 0.5).any(), "the axis has a name"
+
+
 # ---------------------------------------------------------------------------------------------------------- the console
 
 LINE = re.compile(r"step \d+/\d+ *\| loss \d\.\d{4}, smoothed \d\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d+\.\d\d \| [\d,.]+ ms \| [\d.]+k? tokens/s"
