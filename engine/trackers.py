@@ -23,8 +23,12 @@ class Wandb:
 
         name = config.wandb_run_name or os.path.basename(os.path.normpath(run))
         self.known = steps_offline(run, run_id) if run_id else {}  # kind -> the last step of it that wandb has
-        self.run = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow", config=settings, dir=run,
-                              settings=wandb.Settings(login_timeout=60))  # a question that nobody may be there to answer
+        terminal, sys.stdin = sys.stdin, open(os.devnull)  # who is not logged in would be asked, and a run does not wait for an answer
+        try:
+            self.run = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow", config=settings, dir=run)
+        finally:
+            sys.stdin.close()
+            sys.stdin = terminal
         self.id = self.run.id
         for key, value in dict(self.run.summary).items():  # of a run that is resumed on a server
             if key.endswith("/step"):

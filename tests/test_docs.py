@@ -39,6 +39,7 @@ NOT_RUN = {
 CODES = {
     "timeout -s KILL 20 python train.py --max_iters=40 --save_interval=10 --out_dir=out/killed": (0, 137),
     "python -m engine.metrics out/one out/ddp --out=out/ddp.png": (0, 1),
+    "python -m engine.metrics out/quickstart out/longer": (0, 1),
     "python train.py --optimizer=adamw --learning_rate=3 --grad_clip=0 --warmup_iters=0 --max_iters=40 --out_dir=out/wrong": (0, 1),
 }
 SAYS = {
@@ -126,7 +127,7 @@ def repository(tmp_path):
 
 @pytest.mark.full
 def test_every_command_works(repository):
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONPATH")} | {"HF_HUB_OFFLINE": "1"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "PYTHONPATH")} | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     if os.path.isdir(ASSETS):
         environment["TIKTOKEN_CACHE_DIR"] = os.path.join(ASSETS, "tiktoken")
     failed = []

@@ -142,11 +142,11 @@ LINE = re.compile(r"step \d+/\d+ *\| loss \d\.\d{4}, smoothed \d\.\d{4} \| lr \d
                   r"( \([\d.]+k? a device\))?( \| mfu \d+%)? \| \d\.\d\d GB \| \d+s left")
 
 
-def on_a_terminal(command, columns):
+def on_a_terminal(command, columns, env):
     """(what a terminal shows after a command has ended, a line each; everything that it was sent)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm"})
     os.close(theirs)
     sent = b""
     try:
@@ -169,14 +169,18 @@ def on_a_terminal(command, columns):
 
 
 def test_a_terminal_shows_the_lines_of_a_file_and_a_bar_that_leaves_nothing(data, tmp_path):
-    settings = dict(TINY, dataset=data, max_iters=40, log_interval=10, eval_interval=20, eval_tokens=64, sample_tokens=5)
+    """With wandb on, to which nobody has logged in: nor is a question asked."""
+    settings = dict(TINY, dataset=data, max_iters=40, log_interval=10, eval_interval=20, eval_tokens=64, sample_tokens=5, wandb_log=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"HOME": str(tmp_path)}
     command = [sys.executable, "train.py", "tests/empty_config.py", *as_args(settings)]
-    shown, sent = on_a_terminal([*command, f"--out_dir={tmp_path / 'a'}"], columns=150)
-    written = subprocess.run([*command, f"--out_dir={tmp_path / 'b'}"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    shown, sent = on_a_terminal([*command, f"--out_dir={tmp_path / 'a'}"], 150, env)
+    written = subprocess.run([*command, f"--out_dir={tmp_path / 'b'}"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True).stdout.splitlines()
 
     def masked(lines):
         return [re.sub(r"norm [\d.]+|[\d.,]+ ms|[\d.]+k? tokens/s|mfu \d+%|\d+s\b|[\d.]+ GB|/[ab]\b", "*", line).rstrip() for line in lines if line]
 
+    assert sum("wandb did not start" in line and "log in" in line for line in written) == 1
     assert "\r" not in "".join(written) and "\x1b" not in "".join(written), "in a file plain lines"
     assert "% |" in sent and "\x1b[1;31m" not in sent and masked(shown) == masked(written)
     assert [line.split("|")[0].strip() for line in written if LINE.fullmatch(line)] == [f"step {s}/40" for s in (1, 10, 20, 30, 40)], written
