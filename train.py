@@ -319,7 +319,7 @@ def run_rank(argv, place, watch):
         seconds = time.perf_counter() - step_started
         metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, **console.speed(seconds))
         console.update(step, seconds)
-        profiler.update_done(step)
+        profiler.update_done()
         last = step == config.max_iters
         for rank, times in slow.note(own_seconds):
             metrics.event(step, "slow_rank", rank=rank, host=place.hosts[rank], times_median=round(times, 2))

@@ -15,7 +15,7 @@ class Profiler:
 
     def __init__(self, config, place, step):
         """step: updates made until now. UserError where too few follow."""
-        self.profile, self.place, self.first = None, place, step + WARMUP + 1
+        self.profile, self.place, self.made, self.first = None, place, 0, step + WARMUP + 1
         if not config.profile:
             return
         if config.max_iters - step < WARMUP + config.profile:
@@ -28,17 +28,18 @@ class Profiler:
                 activities=[torch.profiler.ProfilerActivity.CPU, *cuda], record_shapes=True, acc_events=True,
                 schedule=torch.profiler.schedule(wait=WARMUP - 2, warmup=1, active=config.profile, repeat=1), on_trace_ready=self.write)
 
-    def update_done(self, step):
-        """To be called after each update; step: of the one that has been made."""
+    def update_done(self):
+        """To be called after each update."""
         if self.profile is None:
             return
-        if step == self.first - 1 and self.place.device.type == "cuda":
+        self.made += 1
+        if self.made == WARMUP and self.place.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-        if step == self.first - WARMUP:
+        if self.made == 1:
             self.profile.start()
         else:
             self.profile.step()
-        if step == self.first + self.updates - 1:
+        if self.made == WARMUP + self.updates:
             self.profile.stop()
             self.profile = None
 
