@@ -51,7 +51,7 @@ SAYS = {
     "python train.py configs/gpt2_124m.py --hellaswag=hellaswag_val.jsonl": "HellaSwag",
 }
 
-TOY = ("--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --gradient_accumulation_steps=4 --eval_interval=20 --eval_tokens=64 --sample_tokens=8 --device=cpu "
+TOY = ("--n_layer=2 --n_head=2 --n_embd=32 --block_size=128 --gradient_accumulation_steps=4 --eval_interval=20 --eval_tokens=64 --sample_tokens=8 --device=cpu "
        "--dtype=float32 --compile=false --threads=1").split()
 
 
@@ -94,6 +94,8 @@ def toy(words, python):
         words += ["--file", "shakespeare.txt"]
     if words[:2] == ["python", "prepare.py"] and not os.path.isdir(ASSETS):
         words = [w.replace("--tokenizer=gpt2", "--tokenizer=byte") for w in words]  # its vocabulary would have to be downloaded
+    if "sample.py" in words and not any(w.startswith("--export") for w in words):
+        words += ["--max_new_tokens=16", "--device=cpu"]
     if "--rehearse" in words or "--check" in words:
         words += ["--device=cpu"]
     starts = {"python": [python], "torchrun": [python, "-m", "torch.distributed.run"]}
@@ -111,8 +113,8 @@ def repository(tmp_path):
         os.makedirs(os.path.dirname(copy / name), exist_ok=True)
         shutil.copy(os.path.join(ROOT, name), copy / name)
     (copy / "my_texts").mkdir()
-    (copy / "my_texts" / "a.txt").write_text(some_text(3000))
-    (copy / "shakespeare.txt").write_text(some_text(8000))
+    (copy / "my_texts" / "a.txt").write_text(some_text(30_000))
+    (copy / "shakespeare.txt").write_text(some_text(30_000))
     (copy / "questions.jsonl").write_text('{"prompt": "def"}\n{"messages": [{"role": "user", "content": "class"}]}\n')
     (copy / "hellaswag_val.jsonl").write_text('{"ctx": "def return", "endings": ["if", "else", "for", "in"], "label": 2}\n' * 3)
     for name in ("stdlib", "fineweb10B"):
