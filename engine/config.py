@@ -40,6 +40,7 @@ class Config:
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
     plan_gpu: str = "H100"  # the GPU that a plan is for
     rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
+    profile: int = 0  # updates to put under torch.profiler, after three that warm up: a table and a trace (0: none)
     check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
@@ -131,12 +132,15 @@ class Config:
     eval_interval: int = 2000  # updates between evaluations (0: none)
     eval_tokens: int | None = None  # validation tokens (default: eval_iters * batch_size * block_size)
     eval_only: bool = False
+    hellaswag: str | None = None  # score this .jsonl at each evaluation: a path, or OWNER/NAME/FILE.jsonl on the hub
+    hellaswag_items: int = 0  # the first so many of its items (0: all 10,042)
     log_interval: int = 1  # updates between lines on the console; metrics.jsonl has every update
     sample_interval: int = 0  # updates between sample texts (0: one at the end)
     sample_tokens: int = 256  # length of a sample text (0: none)
     wandb_log: bool = False
     wandb_project: str = "boringgpt"
     wandb_run_name: str | None = None  # default: the name of the run's folder
+    tensorboard_log: bool = False  # event files in the run's folder; needs the package tensorboard
 
     # nanoGPT's other names, turned into the ones above
     eval_iters: int = 200
@@ -161,7 +165,7 @@ CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
 
 # Other words for settings above, and what asks for something else than a run
-NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse check".split()
+NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse profile check".split()
 
 OTHER_NAMES = {"model": "init_from"}
 
@@ -181,7 +185,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 
@@ -371,6 +375,8 @@ def check_ranges(config):
                         "(init_from=scratch where random frozen weights are meant)")
     if c.lora_rank > 0 and c.resize_vocab:
         problems.append(f"resize_vocab adds rows of first values, which lora_rank={c.lora_rank} would freeze: expected one of the two")
+    if c.hellaswag and not c.eval_interval and not c.eval_only:
+        problems.append(f"hellaswag={c.hellaswag} is scored at each evaluation and eval_interval=0 has none: eval_interval=250 would work")
     if c.threads > 4 * (os.cpu_count() or 1):
         problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:
