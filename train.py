@@ -253,7 +253,6 @@ def run_rank(argv, place, watch):
     due = config.eval_interval and look and (step % config.eval_interval == 0 or step == config.max_iters)
     if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
-    tokens_per_update = config.total_batch_size
     console = Console(place, config, metrics, model.flops_per_token(), precision.dtype)
     while step < config.max_iters and not watch.here():
         step_started = time.perf_counter()
