@@ -32,9 +32,6 @@ class Config:
     init_from: str = "scratch"
     init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
     resize_vocab: bool = False  # the vocabulary of init_from's weights may grow to vocab_size or the data's: new rows start from first values
-    lora_rank: int = 0  # 0: all weights are trained | r: they are frozen, and low-rank adapters beside the blocks' matrices are trained
-    lora_alpha: float | None = None  # what an adapter adds is times lora_alpha / lora_rank (default: 2 lora_rank)
-    lora_targets: str = "all"  # the matrices that have one: all, or a list such as q,v out of q,k,v,o,gate,up,down
     resume: str = "auto"  # auto: the same command goes on where it stopped | never: an earlier run is set aside
     resume_step: int | None = None  # go back to the checkpoint of this step (later ones are set aside)
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
@@ -98,6 +95,9 @@ class Config:
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0  # 0: no clipping
+    lora_rank: int = 0  # 0: all weights are trained | r: they are frozen, and low-rank adapters beside the blocks' matrices are trained
+    lora_alpha: float | None = None  # what an adapter adds is times lora_alpha / lora_rank (default: 2 lora_rank)
+    lora_targets: str = "all"  # the matrices that have one: all, or a list such as q,v out of q,k,v,o,gate,up,down
 
     # the scale: how the processes that torchrun starts share the work
     parallel: str = "auto"  # auto (ddp under torchrun, else single) | single | ddp | fsdp

@@ -155,7 +155,7 @@ def test_both_losses_are_drawn(tmp_path):
     metrics.write("val", 0, loss=3.0, general_loss=1.0)
     assert metrics.best() == (None, float("inf")) and metrics.forgetting() is None
     for step in (1, 2):
-        metrics.write("train", step, loss=3.0 - step, lr=1.0, tokens=step * 10, tokens_per_s=1.0)
+        metrics.write("train", step, loss=3.0 - step, grad_norm=1.0, lr=1.0, tokens=step * 10, tokens_per_s=1.0)
         metrics.write("val", step, loss=3.0 - step, general_loss=1.0 + step / 4)
     metrics.draw()
     assert os.path.getsize(tmp_path / "loss.png") > 10_000
