@@ -7,6 +7,8 @@ from typing import Any
 
 from data.order import WindowReader
 from data.packing import MixedReader, RecordReader
+from data.report import FILE as REPORT
+from data.report import copy_report, read_report, report_lines
 from data.shards import TokenDataset, find_dataset
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import config as settings
@@ -178,10 +180,8 @@ def about_records(dataset):
 def tell_report(samples, run, config, say):
     """Says what the records are like that are trained on, and puts their report into the run's folder."""
     folder = os.path.abspath(samples.dataset.path)
-    if config.task != "sft" or not os.path.exists(os.path.join(folder, "report.json")):
+    if config.task != "sft" or not os.path.exists(os.path.join(folder, REPORT)):
         return  # text, or records that prepare.py has not made
-    from data.report import copy_report, read_report, report_lines
-
     say("\n".join(("", *report_lines(read_report(folder)))))
     if not config.eval_only:
         copy_report(folder, run)

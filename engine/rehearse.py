@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter
+from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter, write_meta
 from data.tokenizers import load_tokenizer
 from engine import checkpoint as ckpt
 from engine.config import ROOT
@@ -141,8 +141,7 @@ def toy_data(config, folder):
                 marks[0] |= BEGIN
                 writer.write(rng.integers(0, VOCABULARY, n), marks)
             splits[split] = {"shards": writer.close()}
-        ckpt.write_json(os.path.join(path, "meta.json"), {"format_version": META_VERSION, "vocab_size": VOCABULARY, "tokenizer": tokenizer.identity(),
-                                                          "splits": splits})
+        write_meta(path, tokenizer, {"format_version": META_VERSION, "vocab_size": VOCABULARY, "tokenizer": tokenizer.identity(), "splits": splits})
         return path
 
     text = make("text", {"train": 20_000, "val": 1_000}, lambda count: [count])

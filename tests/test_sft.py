@@ -1,7 +1,11 @@
 """SFT in the one loop: the loss is over the labels of the whole update, whoever holds them; resumed, sharded or packed, it is one curve."""
 
+import glob
+import json
 import math
 import os
+import shutil
+import uuid
 
 import numpy as np
 import pytest
@@ -212,6 +216,33 @@ def test_data_that_the_task_cannot_train_on_are_one_sentence(chats, data, tmp_pa
         assert told in str(error.value), folder
 
 
+def test_a_file_of_records_is_prepared_with_the_tokenizer_of_the_weights_and_found_again(data, tmp_path):
+    name = f"talks{uuid.uuid4().hex[:8]}"
+    lines = [{"question": f"What is {i}+{i}?", "answer": str(2 * i)} for i in range(60)]
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train(tmp_path / "base", data, max_iters=2, block_size=64)
+    words = ["tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={tmp_path / name}.jsonl", f"--model={tmp_path / 'base'}", "--init_optimizer=False",
+             *as_args({**TINY, "task": "sft", "block_size": 64, "total_batch_size": 4 * 128, "eval_interval": 2, "general_dataset": data, "lr_decay_iters": 4})]
+    try:
+        first = torchrun(2, "train.py", *words, "--max_iters=2")
+        assert first.code == 0, first.err
+        more = run_script("train.py", *words, "--max_iters=4", cwd=ROOT)
+        assert more.code == 0, more.err
+        assert first.out.count("are new to") == 1 and "rows 257 to 258 of the vocabulary" in first.out and "are new to" not in more.out
+        for result in (first, more):
+            assert result.out.count("records: 60 (question/answer 60)") == 1
+        with open(tmp_path / "run" / "report.json") as f:
+            assert json.load(f)["records"] == 60
+        assert list(curve(tmp_path / "run")) == [1, 2, 3, 4]
+        made = glob.glob(os.path.join(ROOT, "data", f"{name}-*"))
+        assert len(made) == 1, "the run that went on prepared it anew"
+        other = run_script("train.py", *words, "--max_iters=5", "--train_on=last", cwd=ROOT)
+        assert other.code == 2 and len(other.errors) == 1 and "train_on was all" in other.errors[0]
+    finally:
+        for folder in glob.glob(os.path.join(ROOT, "data", f"{name}-*")):
+            shutil.rmtree(folder)
+
+
 def test_records_that_nothing_says_how_to_prepare_stop_before_step_0(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     result = train(tmp_path / "run", tmp_path / "mine.jsonl", expect=2, **SFT)
@@ -233,6 +264,7 @@ def test_a_plan_knows_how_long_the_epochs_of_prepared_records_take(chats, capsys
         assert told in capsys.readouterr().out
 
 
+@pytest.mark.full  # the rungs themselves are rehearsed by test_plan.py
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_rung_of_sft_rehearses_with_records_and_a_process_killed(n, tmp_path):
     (tmp_path / "rung.py").write_text("task = 'sft'\ninit_from = 'Qwen/Qwen3-0.6B'\ndataset = 'my_data.json'\nnum_epochs = 3.0\nreplay_dataset = 'x'\nreplay_fraction = 0.1\n"
