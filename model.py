@@ -246,11 +246,12 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             p.copy_(self.first_value(name, p.shape, seed))
 
-    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False, documents=None):
+    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False, documents=None, hits=None):
         """tokens (B, T) int64, T <= block_size. documents: engine.attention's Documents, where rows hold several texts that
         must not see each other.
 
-        With targets (B, T), IGNORE where there is no label: the sum of the cross-entropies over `divisor`, in nats.
+        With targets (B, T), IGNORE where there is no label: the sum of the cross-entropies over `divisor`, in nats; and hits (B * T,) bool,
+        where given, becomes True where the likeliest token is the target.
         Without: logits (B, T, V) float32; with last_only, those of the last position, (B, 1, V).
         """
         T = tokens.size(1)
@@ -282,7 +283,11 @@ class GPT(nn.Module):
         if targets is None:
             packed = self.packed_head is not None and not torch.is_grad_enabled()
             return (self.packed_head(x) if packed else matmul.linear(x, weight))[..., :self.config.vocab_size].float()
-        return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor)
+        found = None if hits is None else hits.new_empty(len(targets))
+        loss = linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor, found)
+        if hits is not None:
+            hits[slice(None) if documents is None or documents.labels is None else documents.labels] = found
+        return loss
 
     def flops_per_token(self):
         """Forward and backward, matrix products only: 6 per weight used, 4 where it is frozen, and attention's 12 L H D T (PaLM, appendix B)."""
@@ -300,7 +305,7 @@ class GPT(nn.Module):
 LOSS_CHUNK = 512
 
 
-def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0):
+def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0, hits=None):
     """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
 
     hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from
@@ -309,7 +314,7 @@ def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0):
     """
     on = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if on else hidden.dtype
-    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled(), hits)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -317,7 +322,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     of a large update is below what float16 holds: there the division waits for the backward pass and its loss scale."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad):
+    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad, hits):
         need_grad = need_grad and (hidden.requires_grad or weight.requires_grad)
         half = dtype != torch.float32
         N, V = hidden.size(0), weight.size(0)
@@ -337,6 +342,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labelled = target != IGNORE
             index = torch.where(labelled, target, 0)[:, None]  # (chunk, 1)
             loss -= (log_p.gather(1, index)[:, 0] * labelled).sum() / divisor
+            if hits is not None:
+                hits[a:a + chunk] = log_p.argmax(-1) == target
             if not need_grad:
                 continue
             d_logits = log_p.exp_()  # softmax - onehot, nothing where there is no label
@@ -363,7 +370,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
             d_loss = d_loss * ctx.late
             d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), None if d_weight is None else d_weight * d_loss
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling

@@ -195,29 +195,30 @@ def run_rank(argv, place, watch):
         return True
 
     def validate():
-        losses = {name: evaluate(model, reader, config.eval_tokens, config.batch_size, place, precision, watch)
-                  for name, reader in (("loss", feed.val), ("general_loss", feed.general)) if reader}
+        found = evaluate(model, feed.val, config.eval_tokens, config.batch_size, place, precision, watch, answers=config.task == "sft")
+        general = evaluate(model, feed.general, config.eval_tokens, config.batch_size, place, precision, watch) if feed.general and found else None
         scores = hellaswag.score(model, items, config.batch_size, place, precision, watch) if items and not watch.stopped else None
         model.train()
         if watch.stopped:
             return
-        loss, (_, best) = losses["loss"], metrics.best()
-        general = f"; on general text {losses['general_loss']:.4f}" if feed.general else ""
+        loss, (_, best) = found["loss"], metrics.best()
         rank = "" if not step else " (best so far)" if loss < best else f", best {best:.4f}"
-        say(f"step {step:,}: validation loss {loss:.4f}{rank}{general}")
+        say(f"step {step:,}: validation loss {loss:.4f}{rank}" + (f"; {found['accuracy']:.1%} of the answers right" if "accuracy" in found else "")
+            + (f"; on general text {general['loss']:.4f}" if general else ""))
         if scores:
             say(f"step {step:,}: HellaSwag {scores['acc_norm']:.2%} of {scores['items']:,} right by the mean loss of the ending, {scores['acc']:.2%} by its sum")
             metrics.write("hellaswag", step, **scores)
         if config.eval_only or not place.speaks:
             return
-        metrics.write("val", step, **losses)
+        metrics.write("val", step, **found, **({"general_loss": general["loss"]} if general else {}))
         metrics.flush()
         if loss < best and saver.step == step:
             saver.mark_best(step)
         metrics.draw()
 
     def show_sample():
-        """Prints a text of the model's so far. All ranks make it, in step: a sharded model has its layers gathered by all."""
+        """Prints a text of the model's so far, an answer where it learns to answer. All ranks make it, in step: a sharded model has its layers
+        gathered by all."""
         if tokenizer is None:
             return
         from sample import stream
@@ -227,10 +228,13 @@ def run_rank(argv, place, watch):
             if place.speaks:
                 sys.stdout.write(text)
 
+        text, more = "", dict(temperature=0.8, top_k=200)
+        if config.task == "sft" and feed.val:
+            ids, end = feed.val.question()
+            text, more = tokenizer.decode(ids), dict(ids=ids, stop_token=end, temperature=0.0)
         say("--- sample")
         with precision.context(device.type):
-            stream(model, tokenizer, "", device, write=write,
-                   max_new_tokens=config.sample_tokens, temperature=0.8, top_k=200, seed=config.seed)
+            stream(model, tokenizer, text, device, write=write, max_new_tokens=config.sample_tokens, seed=config.seed, **more)
         say("---")
 
     def leave(code):
@@ -339,8 +343,8 @@ def run_rank(argv, place, watch):
     leave(0)
     if watch.stopped:
         return EXIT_SIGNAL
-    if cost := metrics.forgetting():
-        say(cost)
+    for sentence in metrics.what_it_brought():
+        say(sentence)
     say(f"done: {step:,} updates, {short_number(samples * config.block_size)} tokens, {short_time(time.time() - started)} since the "
         f"start; {run}/ has the curve (loss.png, metrics.jsonl) and the checkpoints")
     return 0

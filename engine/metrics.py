@@ -78,7 +78,7 @@ class Metrics:
     def go_back(self, step):
         """Cuts off what lies beyond `step`: it comes again."""
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s, grad_norm), (tokens, loss), tokens
-        self.general = []  # (tokens, loss on general text)
+        self.general, self.right = [], []  # (tokens, loss on general text); share of answers
         self.tokens, self.val_losses = 0, {}  # of training; {step: loss}
         if not self.active:
             return
@@ -139,6 +139,8 @@ class Metrics:
             self.val_losses[record["step"]] = record["loss"]
             if record.get("general_loss") is not None:
                 self.general.append((self.tokens, record["general_loss"]))
+            if record.get("accuracy") is not None:
+                self.right.append(record["accuracy"])
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 
@@ -148,12 +150,15 @@ class Metrics:
         step = min(losses, key=losses.get, default=None)
         return step, losses.get(step, float("inf"))
 
-    def forgetting(self):
-        """A sentence on what the run cost on general text, or None where that was not looked at twice."""
-        if len(self.general) < 2:
-            return None
-        first, last = self.general[0][1], self.general[-1][1]
-        return f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
+    def what_it_brought(self):
+        """Sentences on what a run has gained and cost: answers that are right, the loss on general text (forgetting)."""
+        said = []
+        if len(self.right) > 1:
+            said.append(f"answers right: {self.right[0]:.1%} at the start, {self.right[-1]:.1%} at the end")
+        if len(self.general) > 1:
+            first, last = self.general[0][1], self.general[-1][1]
+            said.append(f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}")
+        return said
 
     def start_trackers(self, config, settings, step, run_id):
         """Starts wandb, or resumes its run `run_id`, and TensorBoard, as the config says. Returns the id of the wandb run there is now, or None."""

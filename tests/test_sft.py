@@ -157,16 +157,16 @@ def test_both_losses_are_drawn(tmp_path):
 
     metrics = Metrics(str(tmp_path), 0)
     metrics.write("val", 0, loss=3.0, general_loss=1.0)
-    assert metrics.best() == (None, float("inf")) and metrics.forgetting() is None
+    assert metrics.best() == (None, float("inf")) and metrics.what_it_brought() == []
     for step in (1, 2):
         metrics.write("train", step, loss=3.0 - step, grad_norm=1.0, lr=1.0, tokens=step * 10, tokens_per_s=1.0)
         metrics.write("val", step, loss=3.0 - step, general_loss=1.0 + step / 4)
     metrics.draw()
     assert os.path.getsize(tmp_path / "loss.png") > 10_000
-    assert metrics.best() == (2, 1.0) and metrics.forgetting() == "general loss rose by 0.5000, from 1.0000 to 1.5000"
+    assert metrics.best() == (2, 1.0) and metrics.what_it_brought() == ["general loss rose by 0.5000, from 1.0000 to 1.5000"]
     metrics.close()
     again = Metrics(str(tmp_path), 1)
-    assert again.general == [(0, 1.0), (10, 1.25)] and again.forgetting() == "general loss rose by 0.2500, from 1.0000 to 1.2500"
+    assert again.general == [(0, 1.0), (10, 1.25)] and again.what_it_brought() == ["general loss rose by 0.2500, from 1.0000 to 1.2500"]
 
 
 # ------------------------------------------------------------------------------------------------------------- bad input
