@@ -1,10 +1,11 @@
 """Low-rank adapters: the weights stay, a few numbers beside them are trained under every layout, and nobody downstream can tell."""
 
+import numpy as np
 import pytest
 import torch
 
 import zoo
-from conftest import curve, records, several, tensors, train
+from conftest import curve, made_up_records, records, several, tensors, train, write_records
 from engine import lora
 from engine.checkpoint import fill, open_checkpoint
 from engine.config import Config, load_config, make_model_config
@@ -14,7 +15,7 @@ from engine.families import open_weights
 from engine.optim import make_optimizer
 from engine.processes import Place
 from engine.resume import compare_with_saved
-from model import GPT, generate
+from model import GPT, IGNORE, generate
 from sample import load_model
 from test_distributed import assert_close
 from test_export import load, quiet
@@ -112,6 +113,18 @@ def test_rank_0_is_a_run_without_the_setting(runs):
     assert {**full, "out_dir": None} == {**zero, "out_dir": None}, "so either goes on from the other"
 
 
+@pytest.mark.full
+def test_adapters_of_sft_are_one_curve_too(base, tmp_path):
+    found = made_up_records(np.random.default_rng(2).integers(4, 33, 220))
+    chats = write_records(tmp_path / "chats", train=found[:200], val=found[200:])
+    settings = {**FIXED, "init_from": base, "task": "sft", "block_size": 32, "max_iters": 6, "lr_decay_iters": 6, "eval_interval": 3, "eval_tokens": 4 * 32}
+    several(1, [(tmp_path / "one", chats, settings)])
+    several(2, [(tmp_path / f"{layout}2", chats, {**settings, "parallel": layout, "max_iters": end}) for layout in ("ddp", "fsdp") for end in (2, 6)])
+    several(4, [(tmp_path / "fsdp4", chats, {**settings, "parallel": "fsdp"})])
+    for run in ("ddp2", "fsdp2", "fsdp4"):
+        assert curve(tmp_path / run) == curve(tmp_path / "one") and tensors(tmp_path / run, 6) == tensors(tmp_path / "one", 6), run
+
+
 # ------------------------------------------------------------------------------------------------ only the adapters are trained
 
 
@@ -147,6 +160,15 @@ def test_frozen_parameters_take_no_memory_beside_themselves(tied):
     trained = sum(p.numel() * 4 for n, p in model.named_parameters() if n in with_gradient)
     assert sum(t.numel() * 4 for t in optimizer.state().values()) == 2 * trained  # and 1 for the gradients
     assert trained < sum(p.numel() * 4 for p in model.parameters()) / 8
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_micro_batch_without_a_label_has_gradients_of_zero(tied):
+    _, model = adapted(tie_embeddings=tied, lora_rank=2)
+    x = tokens(2, 16, 97)
+    model(x, torch.full_like(x, IGNORE), divisor=5).backward()
+    assert all((p.grad == 0).all() if n in adapters([n]) else p.grad is None for n, p in model.named_parameters())
 
 
 def adapted(**settings):
