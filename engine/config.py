@@ -67,11 +67,11 @@ class Config:
     tie_embeddings: bool = True
 
     # data and batch
-    task: str = "pretrain"  # pretrain | sft: records (questions and answers, talks) of which the answers alone are learnt
+    task: str = "pretrain"  # pretrain | sft: records (questions and answers, chats) of which the answers alone are learnt
     dataset: str = "openwebtext"  # a folder, or the name of one under data/; sft: also a file or folder of records, or a data set of the hub
     num_epochs: float | None = None  # how often to see all of the data: max_iters follows from it
     document_mask: bool = False  # attention and positions stay inside each document of a window, as the end-of-text token tells them
-    train_on: str = "all"  # sft: all | last, which answers of a talk are learnt
+    train_on: str = "all"  # sft: all | last, which answers of a conversation are learnt
     pack: bool = True  # sft: as many records a row as there is room for, each attended alone | False: one a row, padded
     fields: str | None = None  # sft: the names of the records' fields where they are not found by themselves, as prepare.py takes them
     skip_bad: bool = False  # sft: count bad records instead of stopping at the first

@@ -272,3 +272,39 @@ def test_a_rung_of_sft_rehearses_with_records_and_a_process_killed(n, tmp_path):
                                       + ("parallel = 'fsdp'\ndeterministic = True\n" if n == 2 else ""))
     result = run_script("train.py", tmp_path / "rung.py", "--rehearse", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert result.code == 0 and "all is well" in result.out, result.out + result.err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_answer_is_right_where_greedy_decoding_gives_it_to_its_last_token(pack, tmp_path):
+    """Records whose answers are what generate() makes of their questions, some with one token changed."""
+    from test_model import build, noisy
+
+    from engine.evaluate import evaluate
+    from engine.processes import Place, Precision
+    from engine.watch import Watch
+    from model import generate
+
+    model, rng, found, expected = noisy(build(pos="rope", bias=False)), np.random.default_rng(0), [], 0
+    for i in range(24):
+        question = rng.integers(0, 257, rng.integers(1, 12))
+        answers, ids = rng.integers(1, 3), question
+        learn = [False] * len(question)
+        for _ in range(answers):  # some records have two
+            answer = [token.item() for token in generate(model, torch.tensor(ids)[None], int(rng.integers(1, 6)), temperature=0.0)]
+            if rng.random() < 0.4:
+                at = rng.integers(len(answer))
+                answer[at] = (answer[at] + 1) % 257
+            else:
+                expected += 1
+            ids, learn = np.append(ids, answer), learn + [True] * len(answer)
+            ids, learn = np.append(ids, rng.integers(0, 257)), [*learn, False]  # what the template puts behind it
+        found.append((ids, np.array(learn)))
+    folder = write_records(tmp_path, train=found[:1], val=found)
+    reader = RecordReader(TokenDataset(folder, "val"), 32, pack)
+    place = Place(device=torch.device("cpu"))
+    with Watch(place) as watch:
+        watch.start(Config(watchdog_seconds=0), 0)
+        result = evaluate(model, reader, 10**6, 2, place, Precision("float32", None, False), watch, answers=True)
+    count = sum(int((np.diff(learn.astype(int), prepend=0) == 1).sum()) for _, learn in found)
+    assert result["accuracy"] == pytest.approx(expected / count) and 0.2 < result["accuracy"] < 0.9
