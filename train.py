@@ -29,6 +29,7 @@ from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import checkpoint as ckpt
 from engine import config as settings
 from engine import processes
+from engine.context_parallel import ContextParallel
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
 from engine.families import open_weights
@@ -152,6 +153,8 @@ def run_rank(argv, place, watch):
     with place.agreement():
         if place.speaks:
             ckpt.check_room(run, dict(model.named_parameters()))
+    if place.cp > 1:
+        model.context = ContextParallel(place.context_group)  # each rank computes its part of every sequence
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with
@@ -163,7 +166,7 @@ def run_rank(argv, place, watch):
         if not config.eval_only:
             ckpt.write_json(os.path.join(run, "config.json"), {
                 "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "layout": place.layout, "world_size": place.ranks, "mesh": {"dp_replicate": place.replicas, "dp_shard": place.shards}})
+                "layout": place.layout, "world_size": place.ranks, "mesh": place.shape})
         if config.wandb_log:
             wandb_id = metrics.start_wandb(config, resolved, wandb_id)
         say(settings.table(config))

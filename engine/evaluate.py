@@ -4,7 +4,7 @@ import torch
 
 from data.order import count_windows
 from engine.errors import UserError
-from engine.sync import all_gather
+from engine.sync import all_gather, of_groups
 from model import IGNORE
 
 
@@ -28,7 +28,7 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch):
     n_batches = -(-n_windows // batch_size)
     model.eval()
     losses = []
-    for i in range(place.rank, -(-n_batches // place.ranks) * place.ranks, place.ranks):
+    for i in range(place.group, -(-n_batches // place.groups) * place.groups, place.groups):
         if watch.here():
             return None
         x, y = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)))
@@ -39,5 +39,5 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch):
             losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor))
     losses = torch.stack(losses)
     if place.ranks > 1:
-        losses = all_gather(losses).t().flatten()[:n_batches]  # (ranks, each) -> in the order of the windows
+        losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows
     return losses.cpu().double().sum().item()

@@ -187,7 +187,7 @@ def what_went_wrong(run, layout, ranks, replicas, killed):
     """None, or the sentence that says what a finished rehearsal should have left and did not."""
     with open(os.path.join(run, "config.json"), encoding="utf-8") as f:
         saved = json.load(f)
-    mesh = {"dp_replicate": replicas, "dp_shard": ranks // replicas if layout == "fsdp" else 1}
+    mesh = {"dp_replicate": replicas, "dp_shard": ranks // replicas if layout == "fsdp" else 1, "cp": 1, "tp": 1}
     if (saved["layout"], saved["world_size"], saved["mesh"]) != (layout, ranks, mesh):
         return (f"config.json has the layout {saved['layout']} on {processes(saved['world_size'])}, mesh {saved['mesh']}; expected {layout} on {ranks}, "
                 f"{mesh}")

@@ -114,12 +114,14 @@ class Sync:
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
-        each = config.micro_batches // self.ranks
-        # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch
-        self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" else 1
-        self.mine = split_micro_batches(config.micro_batches, self.ranks, place.rank, self.run)
+        each = config.micro_batches // place.groups
+        # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch, and so do ranks that share sequences
+        self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" and place.cp == 1 else 1
+        self.mine = split_micro_batches(config.micro_batches, place.groups, place.group, self.run)
         self.inner, self.outer = TreeSum(), TreeSum()
         self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
+        if plain.context:
+            plain.context.waiting = self.own.waiting_apart
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -180,10 +182,10 @@ class Sync:
             return tree_sum(losses).item(), [self.own.seconds()]
         parts = torch.stack(losses)
         gathered = all_gather(torch.cat((parts, parts.new_tensor([self.own.seconds()])))).cpu()  # (ranks, each + 1)
-        count = gathered[:, :-1].numel()
-        ordered = torch.empty(count)
-        for rank, row in enumerate(gathered[:, :-1]):
-            ordered[split_micro_batches(count, self.ranks, rank, self.run)] = row
+        rows = of_groups(gathered[:, :-1], self.place)
+        ordered = torch.empty(rows.numel())
+        for group, row in enumerate(rows):
+            ordered[split_micro_batches(rows.numel(), len(rows), group, self.run)] = row
         return tree_sum(list(ordered)).item(), gathered[:, -1].tolist()
 
     @torch.no_grad()
@@ -213,19 +215,19 @@ class Sync:
 
     def check_replicas(self):
         """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
-        if self.place.ranks == self.place.shards:
+        if self.place.ranks == self.place.parts:
             return  # no two ranks hold the same
         digest = hashlib.sha256()
         for p in self.parameters:
             digest.update(local(p).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64).to(self.place.device)
         rows = all_gather(mine)[:, 0].tolist()
-        shards = self.place.shards
+        parts = self.place.parts
         wrong = []
-        for shard in range(shards):  # ranks that hold the same rows
-            held = rows[shard::shards]
+        for part in range(parts):  # ranks that hold the same
+            held = rows[part::parts]
             usual = max(held, key=held.count)
-            wrong += [i * shards + shard for i, h in enumerate(held) if h != usual]
+            wrong += [i * parts + part for i, h in enumerate(held) if h != usual]
         if wrong:
             raise Recoverable(f"the parameters of rank {', '.join(map(str, sorted(wrong)))} are not those of its replicas any more: broken memory or a "
                             "bug; the checkpoints before this step are of the ranks that agreed")
@@ -242,7 +244,7 @@ class OwnWork:
         self.cuda, self.pieces, self.started = place.device.type == "cuda", [], None
         if place.ranks == 1:
             return  # nobody to be compared with
-        model.register_forward_hook(lambda *_: self.note(self.started, self.mark()))
+        model.register_forward_hook(self.after_forward)
         for module in [model, *[block.attn.q for block in model.blocks]] if waits else []:  # the first of each group that is gathered
             module.register_forward_pre_hook(self.before_waiting, prepend=True)
             module.register_forward_pre_hook(self.after_waiting)
@@ -270,6 +272,18 @@ class OwnWork:
 
     def after_waiting(self, *_):
         self.note(self.waiting, self.mark(), sign=-1)
+
+    def after_forward(self, *_):
+        self.note(self.started, self.mark())
+        self.started = None
+
+    @contextlib.contextmanager
+    def waiting_apart(self):
+        """Around a wait for other ranks inside an operation; one of the backward does not count."""
+        start = self.mark()
+        yield
+        if self.started is not None:
+            self.pieces.append((-1, start, self.mark()))
 
     def seconds(self):
         """Of the update's pieces so far; on CUDA only once the last of them is over."""
@@ -301,6 +315,12 @@ def all_gather(t, group=None):
     out = t.new_empty(dist.get_world_size(group) * t.numel())
     dist.all_gather_single(out, t.reshape(-1), group=group)
     return out.view(-1, *t.shape)
+
+
+def of_groups(values, place):
+    """(ranks, n) losses of every rank's micro-batches -> (groups, n), those of whole micro-batches: ranks that share sequences have a part
+    of each loss, ranks that share layers the same."""
+    return tree_sum(list(values.view(place.groups, place.cp, place.tp, -1)[:, :, 0].unbind(1)))
 
 
 def fold(x):
