@@ -171,9 +171,9 @@ class Attention(nn.Module):
 
     def forward(self, x, rope=None, cache=None, documents=None):
         B, T, _ = x.shape
-        q = self.q(x).view(B, T, self.n_head, self.head_dim)
-        k = self.k(x).view(B, T, self.n_kv_head, self.head_dim)
-        v = self.v(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)  # (B, K, T, D)
+        q = self.q(x).view(B, T, -1, self.head_dim)  # (B, T, H, D), of the heads that are here
+        k = self.k(x).view(B, T, -1, self.head_dim)
+        v = self.v(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, K, T, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, H, T, D), (B, K, T, D)
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.append(self, k, v)  # (B, K, all so far, D) twice
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0, documents)
-        return self.o(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_dim))
+        return self.o(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -227,6 +227,7 @@ class GPT(nn.Module):
         self.packed_head = None  # the head's part of packed_weights, whether it is the embedding or not
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
+        self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
         self.recompute = False  # activation checkpointing: keep a block's input only, compute the rest again in the backward
 
     def first_value(self, name, shape, seed):
@@ -260,11 +261,14 @@ class GPT(nn.Module):
             tokens, targets, documents = self.context.cut(tokens, targets, documents)  # (B, T / cp) from here on
         T = tokens.size(1)
         at = slice(0, T) if cache is None else cache.begin(T)  # the tokens' positions; (B, 1) where each row has its own
+        if self.tensor is not None:
+            tokens = self.tensor.even(tokens)
+            at = torch.arange(tokens.size(1), device=tokens.device)[None]
         if documents is not None:
             at = documents.to(tokens.device, dense=self.config.dropout > 0).positions  # (B, T)
-        x = self.wte(tokens)  # (B, T, C)
+        x = self.wte(tokens)  # (B, T, C); (B, T / tp, C) between the layers that ranks share
         if self.wpe is not None:
-            x = x + (self.wpe.weight[at] if isinstance(at, slice) else F.embedding(at, self.wpe.weight))
+            x = x + (self.wpe.weight[at] if isinstance(at, slice) else self.wpe(at))
         x = self.dropout(x)
         rope = self.rope[:, at] if self.rope is not None else None  # (2, T, D)
         if rope is not None and rope.dim() == 4:
@@ -276,6 +280,8 @@ class GPT(nn.Module):
                 x = block(x, rope, cache, documents)
         if cache is not None:
             cache.end(T)
+        if self.tensor is not None:
+            x = self.tensor.whole(x, T)
         if last_only:
             x = x[:, -1:]
         if targets is not None:
@@ -284,10 +290,14 @@ class GPT(nn.Module):
                 x, targets = x.index_select(0, documents.labels), targets[documents.labels]
         x = self.norm(x)
         weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
+        if self.tensor is not None:
+            weight = weight.to_local()  # (padded V / tp, C)
+        if targets is None and self.tensor is not None:
+            return self.tensor.logits(x, weight)[..., :self.config.vocab_size].float()
         if targets is None:
             packed = self.packed_head is not None and not torch.is_grad_enabled()
             return (self.packed_head(x) if packed else matmul.linear(x, weight))[..., :self.config.vocab_size].float()
-        return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor)
+        return linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor, self.tensor)
 
     def flops_per_token(self):
         """Forward and backward, matrix products only: 6 per weight used, and attention's 12 L H D T (PaLM, appendix B)."""
@@ -305,16 +315,17 @@ class GPT(nn.Module):
 LOSS_CHUNK = 512
 
 
-def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0):
+def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0, tensor=None):
     """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
 
     hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from
     vocab_size on are padding and count for nothing. The (N, V) logits never exist at once: gradients are made in the
-    forward pass, a chunk at a time, in one buffer.
+    forward pass, a chunk at a time, in one buffer. With `tensor` (engine.tensor_parallel) each rank of its group has the same number of
+    rows of weight, in order, and the same of all else; all get the same loss and the whole gradient of hidden.
     """
     on = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if on else hidden.dtype
-    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled(), tensor)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -322,11 +333,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     of a large update is below what float16 holds: there the division waits for the backward pass and its loss scale."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad):
+    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad, tensor):
         need_grad = need_grad and (hidden.requires_grad or weight.requires_grad)
         half = dtype != torch.float32
         N, V = hidden.size(0), weight.size(0)
         chunk = max(1, min(N, LOSS_CHUNK))
+        first = tensor.rank * V if tensor is not None else 0  # of this rank's part of the vocabulary
         w = weight.to(dtype)
         buffer = torch.empty(chunk, V, dtype=dtype, device=hidden.device)
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -335,16 +347,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for a in range(0, N, chunk):
             h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
             logits = matmul.product_into(buffer[:h.size(0)], h, w)  # (chunk, V)
-            logits[:, vocab_size:] = float("-inf")
+            logits[:, max(0, vocab_size - first):] = float("-inf")
             log_p = logits.float()  # the buffer itself in float32
-            torch.log_softmax(log_p, dim=-1, out=log_p)
             labelled = target != IGNORE
-            index = torch.where(labelled, target, 0)[:, None]  # (chunk, 1)
-            loss -= (log_p.gather(1, index)[:, 0] * labelled).sum() / divisor
+            if tensor is None:
+                torch.log_softmax(log_p, dim=-1, out=log_p)
+                here = labelled
+            else:
+                tensor.log_softmax_(log_p)
+                here = labelled & (target >= first) & (target < first + V)
+            index = torch.where(here, target - first, 0)[:, None]  # (chunk, 1)
+            loss -= log_p.gather(1, index)[:, 0].masked_fill(~here, 0).sum() / divisor
             if not need_grad:
                 continue
             d_logits = log_p.exp_()  # softmax - onehot, nothing where there is no label
-            d_logits.scatter_add_(1, index, d_logits.new_full((), -1.0).expand_as(index))
+            d_logits.scatter_add_(1, index, -here[:, None].to(d_logits.dtype))
             d_logits *= (labelled if half else labelled / divisor)[:, None]
             d_logits = d_logits.to(dtype)
             if half:
@@ -354,6 +371,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 d_hidden[a:a + chunk] = matmul.mm(d_logits, w)
                 d_weight = matmul.add_outer(d_weight, d_logits, h)
+        if tensor is not None:
+            tensor.add_up(loss)
+            if need_grad:
+                tensor.add_up(d_hidden)
         if need_grad:
             ctx.save_for_backward(d_hidden, d_weight)
             ctx.late = 1 / divisor if half else 1
@@ -365,7 +386,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
             d_loss = d_loss * ctx.late
             d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), d_weight * d_loss
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -523,6 +544,7 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=N
     spares computing those, and is left holding all but the last that was yielded.
     """
     B, size = tokens.size(0), model.config.block_size
+    use_cache = use_cache and model.tensor is None  # where ranks share layers they share tokens too, and one is not enough for all
     streams = streams or [random_stream(seed, i) for i in range(B)]
     stops = torch.tensor(_stops(stop_token), dtype=torch.int64, device=tokens.device)
     done = torch.zeros(B, dtype=torch.bool, device=tokens.device)

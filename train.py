@@ -38,6 +38,7 @@ from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
 from engine.saving import Saver
 from engine.sync import Sync, shard
+from engine.tensor_parallel import parallelize
 from engine.watch import Watch
 from model import GPT, rope_table
 
@@ -140,6 +141,8 @@ def run_rank(argv, place, watch):
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
     model.recompute = config.activation_checkpointing == "block"
+    if place.tp > 1:
+        parallelize(model, place.mesh["tp"])
     if config.compile:
         processes.compile_blocks(model, device, say)
     if place.layout == "fsdp":

@@ -43,7 +43,7 @@ class Place:
     cp: int = 1  # ranks that share each sequence
     tp: int = 1  # ranks that share each layer
     device: Any = None
-    mesh: Any = None  # fsdp: how parameters are held, (dp_replicate, dp_shard)
+    mesh: Any = None  # fsdp: how parameters are held, (dp_replicate, dp_shard[, tp]); ranks that share a sequence hold shards each
     context_group: Any = None  # cp: the ranks that share this one's sequences
     host: str = field(default_factory=socket.gethostname)
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
@@ -89,6 +89,10 @@ class Place:
     @property
     def shard_group(self):
         return self.mesh["dp_shard"].get_group()
+
+    @property
+    def tensor_group(self):
+        return self.mesh["tp"].get_group()
 
     @property
     def replica_group(self):
@@ -324,6 +328,9 @@ def check_batch(place, config):
     if place.cp > 1:
         from engine.context_parallel import check_context
         check_context(config, place)
+    if place.tp > 1:
+        from engine.tensor_parallel import check_tensor
+        check_tensor(config, place)
     if config.micro_batches % place.groups:
         works = [str(w) for w in range(1, config.micro_batches + 1) if config.micro_batches % w == 0 and not (config.deterministic and w & (w - 1))]
         sizes = [b for b in range(1, config.batch_size) if config.total_batch_size % (b * config.block_size * place.groups) == 0]
@@ -387,7 +394,8 @@ def connect(place, backend):
         dist.init_process_group(backend, store=dist.PrefixStore("group", place.store), rank=place.rank, world_size=place.ranks,
                                 timeout=datetime.timedelta(seconds=WORK_SECONDS), device_id=place.device if place.device.type == "cuda" else None)
         if place.layout == "fsdp":
-            place.mesh = dist.init_device_mesh(place.device.type, (place.replicas, place.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+            shape = {"dp_replicate": place.replicas, "dp_shard": place.shards} | ({"tp": place.tp} if place.tp > 1 else {})
+            place.mesh = dist.init_device_mesh(place.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         if place.cp > 1:
             place.context_group = dist.init_device_mesh(place.device.type, (place.groups, place.cp, place.tp),
                                                         mesh_dim_names=("dp", "cp", "tp"))["cp"].get_group()
@@ -423,7 +431,8 @@ def set_timeout(place, seconds):
     """How long a collective may take from here on: short in the loop's steps, where a rank that is late is a rank that is lost."""
     if place.store is None:
         return
-    groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else []) + ([place.context_group] if place.cp > 1 else [])
+    groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else []) + ([place.context_group] if place.cp > 1 else []) \
+        + ([place.tensor_group] if place.tp > 1 else [])
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 

@@ -22,12 +22,19 @@ def local(t):
     return t.detach().to_local() if hasattr(t, "to_local") else t
 
 
-def shard_of(t):
-    """(shards, this rank's index among them, process group) of a parameter's rows; (1, 0, None) where it is whole."""
-    if not hasattr(t, "to_local"):
+def shard_of(t, dim="dp_shard"):
+    """(shards, this rank's index among them, process group) of a parameter over a dimension of the mesh; (1, 0, None) where it is whole."""
+    if not hasattr(t, "to_local") or dim not in t.device_mesh.mesh_dim_names:
         return 1, 0, None
-    dim = t.device_mesh.ndim - 1  # the last mesh dimension shards, one before it replicates
-    return t.device_mesh.size(dim), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
+    return t.device_mesh.size(t.device_mesh.mesh_dim_names.index(dim)), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
+
+
+def tensor_dim(t):
+    """The dimension in which tensor parallelism cuts a parameter, None where each rank of it has the whole."""
+    if not hasattr(t, "to_local") or "tp" not in t.device_mesh.mesh_dim_names:
+        return None
+    placement = t.placements[t.device_mesh.mesh_dim_names.index("tp")]
+    return placement.dim if placement.is_shard() else None
 
 
 def shard_rows(rows, shards):
@@ -35,12 +42,24 @@ def shard_rows(rows, shards):
     return -(-rows // shards)
 
 
+def ranges(t):
+    """[(first, behind the last)] in each dimension of a parameter, of what this rank holds: tensor parallelism's part in even cuts, and of
+    that FSDP's shard of rows."""
+    found = [(0, n) for n in t.shape]
+    if (dim := tensor_dim(t)) is not None:
+        ranks, index, _ = shard_of(t, "tp")
+        each = t.size(dim) // ranks
+        found[dim] = index * each, (index + 1) * each
+    shards, index, _ = shard_of(t)
+    first, behind = found[0]
+    each = shard_rows(behind - first, shards)
+    found[0] = min(behind, first + index * each), min(behind, first + (index + 1) * each)
+    return found
+
+
 def row_range(t):
     """(first, behind the last) row of a parameter that this rank holds."""
-    shards, index, _ = shard_of(t)
-    rows = t.size(0)
-    each = shard_rows(rows, shards)
-    return min(rows, index * each), min(rows, (index + 1) * each)
+    return ranges(t)[0]
 
 
 def whole_rows(part, p):
@@ -114,6 +133,8 @@ class Sync:
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
+        # what all ranks of a layer hold whole, the first one's norm counts
+        self.counted = [p for p in self.parameters if place.rank % place.tp == 0 or tensor_dim(p) is not None]
         each = config.micro_batches // place.groups
         # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch, and so do ranks that share sequences
         self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" and place.cp == 1 else 1
@@ -200,18 +221,23 @@ class Sync:
     @torch.no_grad()
     def gradient_norm(self):
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
-        gradients = [local(p.grad) for p in self.parameters]
+        gradients = [local(p.grad) for p in self.counted]
         if not self.deterministic:
             squares = torch.stack([g.square().sum() if g.numel() else g.new_zeros(()) for g in gradients]).sum() \
                 if self.layout == "fsdp" else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
             if self.layout == "fsdp":
                 squares = squares.to(self.place.device)
                 dist.all_reduce(squares, group=self.place.shard_group)
+                if self.place.tp > 1:
+                    dist.all_reduce(squares, group=self.place.tensor_group)
             return squares.sqrt()
         rows = [row_squares(g) for g in gradients]
         if self.layout == "fsdp":
-            rows = gather_rows(rows, self.parameters, self.place.shard_group)
-        return fold(torch.cat(rows)).sqrt().float()
+            rows = gather_rows(rows, self.counted, self.place.shard_group)
+        squares = fold(torch.cat(rows))
+        if self.place.tp > 1:
+            squares = tree_sum(list(all_gather(squares, self.place.tensor_group)))
+        return squares.sqrt().float()
 
     def check_replicas(self):
         """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
@@ -339,14 +365,15 @@ def row_squares(g):
 
 
 def gather_rows(rows, parameters, group):
-    """This rank's row sums of every parameter -> those of whole parameters, on every rank."""
+    """This rank's row sums of every parameter -> those of whole parameters (tensor parallelism's parts of them), on every rank."""
     ranks = dist.get_world_size(group)
-    sizes = [shard_rows(p.size(0), ranks) for p in parameters]  # of the padded shards, the same on all ranks
+    lengths = [p.size(0) // (shard_of(p, "tp")[0] if tensor_dim(p) == 0 else 1) for p in parameters]
+    sizes = [shard_rows(n, ranks) for n in lengths]  # of the padded shards, the same on all ranks
     flat = torch.cat([torch.nn.functional.pad(r, (0, n - len(r))) for r, n in zip(rows, sizes)])
     gathered = all_gather(flat, group)  # (ranks, all rows of a rank)
     out, at = [], 0
-    for p, n in zip(parameters, sizes):
-        out.append(gathered[:, at:at + n].reshape(-1)[:p.size(0)])
+    for length, n in zip(lengths, sizes):
+        out.append(gathered[:, at:at + n].reshape(-1)[:length])
         at += n
     return out
 
