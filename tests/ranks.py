@@ -15,7 +15,8 @@ from engine import processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
 from engine.sync import Sync, local, row_range, shard
-from model import GPT, IGNORE, ModelConfig
+from engine.tensor_parallel import parallelize
+from model import GPT, IGNORE, ModelConfig, rope_table
 
 
 def config(**settings):
@@ -35,8 +36,11 @@ def build(place, c, precision, model_config):
     if place.layout == "fsdp":
         with torch.device("meta"):
             model = GPT(model_config)
+        if place.tp > 1:
+            parallelize(model, place.mesh["tp"])
         shard(model, place, c, precision)
         model.to_empty(device="cpu")
+        model.rope = rope_table(model_config) if model_config.pos == "rope" else None
     else:
         model = GPT(model_config)
     parameters = dict(model.named_parameters())
@@ -155,6 +159,85 @@ def loading(folder):
             json.dump({"whole": sum(p.numel() * 4 for p in parameters.values()), "peak": max(peak) - before, "equal": equal,
                        "held": sum(local(p).numel() * 4 for p in parameters.values())}, f)
         torch.distributed.barrier()
+
+
+def attention(folder):
+    """The largest errors of context parallelism's attention and gradients against scores written out, by case."""
+    import numpy as np
+
+    from engine.attention import Documents
+    from engine.context_parallel import ContextParallel
+
+    c = config(parallel="ddp", batch_size=1, block_size=64, total_batch_size=8 * 64, cp=processes.join().ranks)
+    place, _ = joined(c)
+    context, found = ContextParallel(place.context_group), {}
+    B, T, D = 3, 64, 16
+    padded = Documents([3, 7, 22, 32, 1, 31, 32, 64], B, padding=[False] * 5 + [True, False, False])
+    for name, documents in {"whole": None, "documents": padded}.items():
+        ids = torch.zeros(B, T) if documents is None else documents.ids()
+        seen = (ids[:, :, None] == ids[:, None]).tril()[:, None]  # (B, 1, T, T)
+        real = torch.ones(B, T, dtype=torch.bool) if documents is None else ~torch.from_numpy(np.repeat(documents.padding, documents.lengths)).view(B, T)
+        for H, K, dtype in ((4, 4, torch.float32), (6, 2, torch.float32), (3, 1, torch.float32), (4, 2, torch.bfloat16)):
+            torch.manual_seed(0)
+            whole = [torch.randn(B, heads, T, D).to(dtype).requires_grad_() for heads in (H, K, K)]
+            d_out = torch.randn(B, H, T, D).to(dtype) * real[:, None, :, None]
+            q, k, v = (t.float().repeat_interleave(H // t.size(1), 1) for t in whole)
+            y = (q @ k.mT / D**0.5).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+            y.backward(d_out.float())
+            part = context.cut(torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, dtype=torch.int64), documents)[2]
+            own = [t.detach()[:, :, part.at].clone().requires_grad_() for t in whole]
+            out = part.attend(*own)
+            out.backward(d_out[:, :, part.at])
+            errors = [((out - y[:, :, part.at]) * real[:, None, part.at, None]).abs().max()]
+            errors += [(mine.grad.float() - t.grad[:, :, part.at].float()).abs().max() for mine, t in zip(own, whole)]
+            found[f"{name} {H} {K} {dtype}"] = max(errors).item()
+    with open(os.path.join(folder, f"attention-{place.ranks}-{place.rank}.json"), "w") as f:
+        json.dump(found, f)
+
+
+def documents(folder):
+    """Loss and gradients of a batch of packed records with padding, of which few tokens bear labels, on the mesh that FOLDER/mesh.json says."""
+    from engine.attention import Documents
+    from engine.context_parallel import ContextParallel
+
+    with open(os.path.join(folder, "mesh.json")) as f:
+        meshes = json.load(f)
+    shapes = {"gpt2": dict(n_kv_head=4, bias=True), "qwen3": dict(bias=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, head_dim=20, tie_embeddings=False)}
+    place = None
+    for name, mesh in meshes.items():
+        c = config(**{**dict(batch_size=3, block_size=32, total_batch_size=3 * 32), **mesh})
+        if place is None:
+            place, precision = joined(c)
+        else:
+            torch.distributed.destroy_process_group()
+            processes.choose_layout(place, c)
+            place.store = torch.distributed.PrefixStore(name, place.store)
+            processes.connect(place, "gloo")
+        for shape, more in shapes.items():
+            model_config = ModelConfig(**{**dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=48), **more})
+            model = build(place, c, precision, model_config)
+            if place.cp > 1:
+                model.context = ContextParallel(place.context_group)
+            sync = Sync(model, place, c)
+            torch.manual_seed(0)
+            x, y = (torch.randint(0, 97, (3, 32)) for _ in range(2))
+            labels = torch.tensor([1, 2, 9, 30, 31, 40, 41, 42, 70])  # some ranks have none
+            found = []
+            for labelled in (None, labels):
+                if place.group:  # the batch is the first group's; the others have one without labels
+                    labelled = torch.tensor([], dtype=torch.int64)
+                documents = Documents([3, 7, 6, 16, 1, 30, 1, 32], 3, padding=[False] * 6 + [True, False], labels=labelled)
+                targets = y if labelled is None else torch.full_like(y, IGNORE).view(-1).index_copy(0, labelled, y.view(-1)[labelled]).view(3, 32)
+                with sync.micro_step(0):
+                    loss = sync.model(x, targets, divisor=9.0, documents=documents)
+                    loss.backward()
+                sync.after_backward(0)
+                total, _ = sync.sum_losses([loss.detach()])
+                found.append({"loss": total, "norm": sync.gradient_norm().item(), "gradients": {
+                    n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone() for n, p in model.named_parameters()}})
+                for p in model.parameters():
+                    p.grad = None
+            torch.save(found, os.path.join(folder, f"{name}-{shape}-{place.rank}.pt"))
 
 
 def rss():
