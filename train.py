@@ -29,7 +29,6 @@ from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import checkpoint as ckpt
 from engine import config as settings
 from engine import processes
-from engine.context_parallel import ContextParallel
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import check_split, evaluate
 from engine.families import open_weights
@@ -38,7 +37,6 @@ from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
 from engine.saving import Saver
 from engine.sync import Sync, shard
-from engine.tensor_parallel import parallelize
 from engine.watch import Watch
 from model import GPT, rope_table
 
@@ -141,8 +139,6 @@ def run_rank(argv, place, watch):
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
     model.recompute = config.activation_checkpointing == "block"
-    if place.tp > 1:
-        parallelize(model, place.mesh["tp"])
     if config.compile:
         processes.compile_blocks(model, device, say)
     if place.layout == "fsdp":
@@ -156,8 +152,6 @@ def run_rank(argv, place, watch):
     with place.agreement():
         if place.speaks:
             ckpt.check_room(run, dict(model.named_parameters()))
-    if place.cp > 1:
-        model.context = ContextParallel(place.context_group)  # each rank computes its part of every sequence
     sync = Sync(model, place, config)
 
     # ------------------------------------------------------------------ what the log starts with

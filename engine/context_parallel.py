@@ -18,9 +18,9 @@ from engine.errors import UserError
 class ContextParallel:
     """One rank's place in a group whose ranks share sequences."""
 
-    def __init__(self, group):
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.waiting = contextlib.nullcontext  # entered while the others' keys and values are waited for
+    def __init__(self, group, waiting=contextlib.nullcontext):
+        """waiting: makes a context that is entered while the others' keys and values are waited for."""
+        self.group, self.size, self.rank, self.waiting = group, dist.get_world_size(group), dist.get_rank(group), waiting
 
     def cut(self, tokens, targets, documents=None):
         """A batch (B, T), T a multiple of 2 cp, and where documents lie in it -> this rank's tokens and targets (B, T / cp), and its Part."""

@@ -209,8 +209,8 @@ def describe(model, config, train_data, val_data, batches, place):
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     validation = f"; validation {min(val_data.n_tokens, config.eval_tokens):,} of {val_data.n_tokens:,} tokens" if val_data else ""
     layout = "" if place.layout == "single" else f", {place.layout} on {place.ranks} processes"
-    if place.replicas > 1:
-        layout += f" ({place.replicas} replicas of {place.shards} shards)"
+    if max(place.shape.values()) > 1:
+        layout += f" ({', '.join(f'{axis} {n}' for axis, n in place.shape.items() if n > 1)})"
     return "\n".join((
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
         f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",

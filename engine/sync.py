@@ -14,7 +14,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from engine.context_parallel import ContextParallel
 from engine.errors import Recoverable
+from engine.tensor_parallel import parallelize
 
 
 def local(t):
@@ -141,8 +143,8 @@ class Sync:
         self.mine = split_micro_batches(config.micro_batches, place.groups, place.group, self.run)
         self.inner, self.outer = TreeSum(), TreeSum()
         self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
-        if plain.context:
-            plain.context.waiting = self.own.waiting_apart
+        if place.cp > 1:
+            plain.context = ContextParallel(place.context_group, self.own.waiting_apart)
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -397,10 +399,12 @@ def shard(model, place, config, precision):
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 
-    With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
+    With tp > 1 layers are first cut over the ranks that share them. With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    if place.tp > 1:
+        parallelize(model, place.mesh["tp"])
     mesh = place.mesh["dp_shard"] if config.deterministic or place.replicas == 1 else place.mesh["dp_replicate", "dp_shard"]
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
     common = dict(mesh=mesh, offload_policy=offload)

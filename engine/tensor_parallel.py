@@ -39,6 +39,14 @@ def parallelize(model, mesh):
     model.tensor = TensorParallel(mesh.get_group())
 
 
+def cut_dim(name):
+    """The dimension in which a parameter of model.py is cut, by its name; None where each rank has the whole. parallelize() does it."""
+    module, kind = name.rsplit(".", 2)[-2:]
+    if module in ("wte", "wpe", "head", "q", "k", "v", "up", "gate"):
+        return 0
+    return 1 if module in ("o", "down") and kind == "weight" else None
+
+
 class TensorParallel:
     """One rank's place in a group whose ranks share layers: what GPT.forward does beside the plans."""
 

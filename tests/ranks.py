@@ -15,7 +15,6 @@ from engine import processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
 from engine.sync import Sync, local, row_range, shard
-from engine.tensor_parallel import parallelize
 from model import GPT, IGNORE, ModelConfig, rope_table
 
 
@@ -36,8 +35,6 @@ def build(place, c, precision, model_config):
     if place.layout == "fsdp":
         with torch.device("meta"):
             model = GPT(model_config)
-        if place.tp > 1:
-            parallelize(model, place.mesh["tp"])
         shard(model, place, c, precision)
         model.to_empty(device="cpu")
         model.rope = rope_table(model_config) if model_config.pos == "rope" else None
@@ -198,7 +195,6 @@ def attention(folder):
 def documents(folder):
     """Loss and gradients of a batch of packed records with padding, of which few tokens bear labels, on the mesh that FOLDER/mesh.json says."""
     from engine.attention import Documents
-    from engine.context_parallel import ContextParallel
 
     with open(os.path.join(folder, "mesh.json")) as f:
         meshes = json.load(f)
@@ -216,8 +212,6 @@ def documents(folder):
         for shape, more in shapes.items():
             model_config = ModelConfig(**{**dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=48), **more})
             model = build(place, c, precision, model_config)
-            if place.cp > 1:
-                model.context = ContextParallel(place.context_group)
             sync = Sync(model, place, c)
             torch.manual_seed(0)
             x, y = (torch.randint(0, 97, (3, 32)) for _ in range(2))

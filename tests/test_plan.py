@@ -39,6 +39,7 @@ def config_of(*argv):
 
 # rows that do not divide by the shards, and a norm of 6 values, of which the last of four shards holds none
 UNEVEN = {**TINY, "n_embd": 45, "mlp_hidden": 131, "block_size": 15, "total_batch_size": 8 * 30, "max_iters": 3, "dtype": "float32"}
+LONGER = dict(block_size=16, total_batch_size=8 * 32, n_embd=44, mlp_hidden=132, n_head=4)  # what a mesh asks to be even
 MODERN = dict(tie_embeddings=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, n_head=4, n_kv_head=2, head_dim=6)
 COUNTED = {  # processes: {name: settings}
     1: {"single": {}, "muon": dict(optimizer="muon")},
@@ -47,7 +48,9 @@ COUNTED = {  # processes: {name: settings}
     4: {"ddp": {}, "fsdp": dict(parallel="fsdp", activation_checkpointing="block", dropout=0.1),
         "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),
         "hsdp": dict(parallel="fsdp", dp_replicate=2), "hsdp-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True),
-        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN)},
+        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN),
+        "cp4": dict(cp=4, **LONGER), "cp2-fsdp": {**LONGER, **MODERN, "cp": 2, "parallel": "fsdp", "activation_checkpointing": "block"},
+        "tp2-cp2": {**LONGER, **MODERN, "tp": 2, "cp": 2, "bias": True}, "tp2-fsdp": dict(tp=2, activation_checkpointing="block", **LONGER)},
 }
 
 
@@ -170,7 +173,7 @@ def test_every_config_opens_with_what_it_teaches_needs_and_shows():
 def test_a_plan_is_printed_without_training(tmp_path):
     result = run_script("train.py", "configs/llama_8b_hsdp.py", "--plan=16", f"--out_dir={tmp_path / 'run'}", "--activation_checkpointing=none")
     assert result.code == 0 and not (tmp_path / "run").exists() and not result.err
-    for words in ("2 replicas of 8 shards", "8,030,261,248", "H100: too much", "activation_checkpointing=block", "all-gather", "96.4 GB on disk"):
+    for words in ("dp_replicate 2, dp_shard 8", "8,030,261,248", "H100: too much", "activation_checkpointing=block", "all-gather", "96.4 GB on disk"):
         assert words in result.out, words
     for arguments, words in [(["--plan_gpu=H10"], "H100"), (["--plan=3"], "1, 2, 4"), (["--plan=-1"], "at least 0")]:
         result = run_script("train.py", "configs/gpt2_124m.py", "--plan=2", *arguments)
