@@ -81,7 +81,7 @@ def plan(config, world):
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element, [shape for n, shape in here.items() if n.startswith("blocks.") and cut_dim(n) is None]),
+        "sent": sent_bytes(c, place, linears, root, element, [shape for n, shape in here.items() if n.startswith("blocks.") and "norm" in n]),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
@@ -195,7 +195,7 @@ def logit_bytes(model, c, element):
     return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (4 + (element if element < 4 else 0))
 
 
-def sent_bytes(c, place, linears, root, element, uncut):
+def sent_bytes(c, place, linears, root, element, norms):
     """{collective: bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
     reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
 
@@ -203,7 +203,7 @@ def sent_bytes(c, place, linears, root, element, uncut):
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
     shard of their sum over the replicas once an update, Muon gathers its matrices once. Context parallelism gathers keys and values and
     scatters their gradients, tensor parallelism moves the residual stream, in float32. Losses, norms and evaluation are left out: some
-    bytes, or rare. uncut: shapes of the blocks' parameters that tensor parallelism leaves whole.
+    bytes, or rare. norms: shapes of those in the blocks.
     """
     def ring(n):
         return (n - 1) / n
@@ -219,12 +219,12 @@ def sent_bytes(c, place, linears, root, element, uncut):
         tokens = c.batch_size * c.block_size // place.cp
         whole = 4 * tokens * c.n_embd
         # a sub-layer gathers its tokens and scatters its sums, in the backward the other way round; the embeddings scatter theirs
-        forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 2
-        again = forward if c.activation_checkpointing == "block" else 0
+        forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 1 + 1 / c.batch_size
+        again = forward if c.activation_checkpointing == "block" else 0  # which ends before a block's last scatter
         shared["all-gather of activations"] = each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
-        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again + embeddings) * whole
+        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
         shared["all-reduce of activations"] = each * 2 * ring(place.tp) * (whole + 4)
-        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(map(math.prod, uncut))  # of norms, from each rank's tokens
+        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(map(math.prod, norms))  # of norms, from each rank's tokens
     shared = {kind: round(b) for kind, b in shared.items()}
     if place.layout != "fsdp":
         buffer = 4 * sum(map(math.prod, (*linears, *root)))

@@ -19,15 +19,17 @@ from model import GPT
 
 # every rung: processes, layout, the smallest GPU that it says it needs, and the processes and the mesh of its rehearsal
 RUNGS = {
-    "quickstart": (1, "single", "T4", 1, (1, 1)),
-    "shakespeare_char": (1, "single", "T4", 1, (1, 1)),
-    "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1)),
-    "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_124m_2node": (2, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_350m": (4, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_774m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2)),
-    "gpt2_1558m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2)),
-    "llama_8b_hsdp": (16, "fsdp", "H100", 4, (2, 2)),
+    "quickstart": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "shakespeare_char": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
+    "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_124m_2node": (2, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_350m": (4, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_350m_long": (8, "ddp", "RTX 4090", 4, (1, 1, 2, 1)),
+    "gpt2_774m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2, 1, 1)),
+    "gpt2_1558m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2, 1, 1)),
+    "llama_8b_hsdp": (16, "fsdp", "H100", 4, (2, 2, 1, 1)),
+    "llama_8b_tp_fsdp": (16, "fsdp", "H100", 4, (1, 2, 1, 2)),
 }
 
 
@@ -190,10 +192,10 @@ def test_sizes_are_readable():
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_every_rung_rehearses_with_a_process_killed_on_the_way(name, tmp_path):
-    _, layout, _, processes, (replicas, shards) = RUNGS[name]
+    _, layout, _, processes, mesh = RUNGS[name]
     result = run_script("train.py", f"configs/{name}.py", "--rehearse", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert result.code == 0, result.out + result.err
-    assert f"mesh: {layout}, {processes} process" in result.out and f"dp_replicate {replicas}, dp_shard {shards}" in result.out
+    assert f"mesh: {layout}, {processes} process" in result.out and ", ".join(f"{axis} {n}" for axis, n in zip(("dp_replicate", "dp_shard", "cp", "tp"), mesh)) in result.out
     assert re.search(r"went on from the checkpoint of update \d+ to the end", result.out) and "each of the 40 updates once" in result.out
     assert not os.listdir(tmp_path), "it leaves nothing behind"
 
