@@ -8,7 +8,7 @@ Start     torchrun --standalone --nproc_per_node=8 train.py configs/gpt2_350m_lo
 Watch     python train.py configs/gpt2_350m_long.py --plan=8 says 10.4 GB a GPU, of which activations 3.7, and 135 GB of keys, values and their
           gradients that a GPU sends in an update, against 2.5 GB of gradients. Then --cp=4, --cp=2: the same curve, 2 or 4 sequences in work at
           a time, 7.3 and 14.7 GB of activations, and 58 and 19 GB sent. --cp=1 takes 36 GB, which a GPU of 24 GB does not have.
-Costs     33 hours on 8 x A100 (--plan=8 --plan_gpu=A100; an MFU of 40% is assumed); attention is two thirds of the work at this length.
+Costs     33 hours on 8 x A100 (--plan=8 --plan_gpu=A100; an MFU of 40% is assumed); attention is four fifths of the work at this length.
 Proves    the same curve for every cp (to rounding), and against --block_size=1024 at the same tokens: what the longer context brings shows
           in the loss of late positions only where documents are long. Not measured here.
 """

@@ -234,6 +234,52 @@ def documents(folder):
             torch.save(found, os.path.join(folder, f"{name}-{shape}-{place.rank}.pt"))
 
 
+def context_memory(folder):
+    """Bytes that autograd keeps of a forward pass over 2,048 tokens, whole and as a rank's part; and a step over 32,768 tokens."""
+    c = config(batch_size=1, block_size=32768, total_batch_size=32768, cp=4)
+    place, precision = joined(c)
+    model_config = ModelConfig(block_size=32768, vocab_size=50304, n_layer=2, n_head=2, n_embd=32, bias=False, norm="rmsnorm", pos="rope", mlp="swiglu")
+    model = build(place, c, precision, model_config)
+    sync = Sync(model, place, c)
+
+    def kept(tokens):
+        parameters, seen = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}, {}
+
+        def pack(t):
+            if t.untyped_storage().data_ptr() not in parameters and t.shape != model.wte.weight.shape:
+                seen[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(tokens, tokens)
+        return sum(t.untyped_storage().nbytes() for t in seen.values())
+
+    tokens = torch.randint(0, 50304, (1, 2048))
+    part = kept(tokens)
+    context, model.context = model.context, None
+    whole = kept(tokens)
+    model.context = context
+    torch.distributed.barrier()
+    before, peak, watching = rss(), [0], True
+
+    def watch():
+        while watching:
+            peak.append(rss())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    tokens = torch.randint(0, 50304, (1, 32768), generator=torch.Generator().manual_seed(0))
+    loss = sync.model(tokens, tokens.roll(-1), divisor=32768)
+    loss.backward()
+    total, _ = sync.sum_losses([loss.detach()])
+    norm = sync.gradient_norm().item()
+    watching = False
+    thread.join()
+    with open(os.path.join(folder, f"context-{place.rank}.json"), "w") as f:
+        json.dump({"part": part, "whole": whole, "peak": max(peak) - before, "loss": total, "norm": norm}, f)
+
+
 def rss():
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -42,3 +42,14 @@ def test_packed_documents_have_one_gradient_on_every_mesh(mesh, shape, batches):
         assert ours["loss"] == pytest.approx(all_labels["loss"], rel=1e-6) and ours["norm"] == pytest.approx(all_labels["norm"], rel=1e-5)
         for name, gradient in all_labels["gradients"].items():
             assert torch.allclose(ours["gradients"][name], gradient, rtol=1e-4, atol=1e-5), name
+
+
+def test_a_rank_keeps_a_quarter_of_the_activations_and_32768_tokens_fit(tmp_path):
+    """One process would hold full logits of 32,768 x 50,304 float32, 6.6 GB, and a mask of 32,768 x 32,768 bool, 1.1 GB."""
+    result = torchrun(4, "tests/ranks.py", "context_memory", tmp_path)
+    assert result.code == 0, result.err
+    for rank in range(4):
+        m = json.loads((tmp_path / f"context-{rank}.json").read_text())
+        assert m["part"] == pytest.approx(m["whole"] / 4, rel=0.15)
+        assert m["peak"] < 400e6  # 512 tokens' logits take half of it; seen: 200 to 232 MB
+        assert m["loss"] == pytest.approx(10.83, abs=0.1) and 0 < m["norm"] < 10  # the first values know nothing: log(50304)
