@@ -17,11 +17,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data.order import derive_seed
+from data.order import IGNORE, derive_seed
 from engine import matmul
 from engine.attention import attend
-
-IGNORE = -1  # a target that carries no loss
 
 
 @dataclass

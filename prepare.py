@@ -1,16 +1,21 @@
-"""Text -> token shards that train.py reads.
+"""Text, or records to fine-tune on, -> token shards that train.py reads.
 
     python prepare.py stdlib                                     # the Python standard library, byte tokens; no network
     python prepare.py shakespeare_char                           # nanoGPT's first dataset
     python prepare.py corpus.jsonl --tokenizer o200k_base        # .txt .jsonl .json .parquet, or a folder of them
     python prepare.py fineweb10B                                 # 10B GPT-2 tokens from the Hugging Face hub
     python prepare.py owner/name --text_field text --split train # any dataset of the hub
+    python prepare.py my.jsonl --task=sft --tokenizer=PATH       # conversations, for the model whose tokenizer is at PATH
 
 writes data/<name>/: train_000000.bin ..., val_000000.bin ... (see data/shards.py) and meta.json. All is written beside
 it, in data/.<name>.partial, and renamed at the very end: a dataset is complete or it does not exist.
+
+Records (see data/records.py) are rendered by the tokenizer's chat template; marks beside the tokens say which of them are the
+assistant's, and report.json what the records are like. Their folder's name ends in a hash of what it is made from and how.
 """
 
 import argparse
+import array
 import collections
 import contextlib
 import datetime
@@ -27,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from data.shards import (MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint,
+from data.shards import (BEGIN, LABEL, MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint,
                          open_shard, read_meta, sync_folder)
 from data.sources import Counts, NAMED, open_source
 from data.tokenizers import char_tokenizer, load_tokenizer
@@ -39,28 +44,78 @@ BATCH = 1 << 19  # characters a worker takes at a time: enough that handing over
 
 def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, shard_tokens=100_000_000,
             text_field="text", split="train", file=None, skip_bad=False, eot=None, out=None, overwrite=False,
-            quiet=False):
-    """Prepares source (see data/sources.py) and returns the dataset's folder, data/<name> or out. A complete dataset
-    made from the same source with the same arguments is left as it is. Raises UserError."""
+            quiet=False, task="pretrain", train_on="all", block_size=None, fields=None):
+    """Prepares source (see data/sources.py; for task "sft" data/records.py) and returns the dataset's folder, data/<name> or
+    out. A complete dataset made from the same source with the same arguments is left as it is. Raises UserError.
+
+    For sft, tokenizer may be a Tokenizer; train_on is "all" or "last" answers; records longer than a row of block_size (None: of any
+    length) are cut between turns; fields names the records' fields ("question=ask,answer=reply")."""
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise UserError(f"--val_fraction {val_fraction}: expected a number from 0 to below 1, such as 0.05")
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers}: expected 1 or more; leave it out to use every core")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard_tokens {shard_tokens}: expected 1 to {MAX_SHARD_TOKENS:,}")
+    if task == "sft":
+        return prepare_records(source, name, tokenizer, val_fraction, shard_tokens, split, skip_bad, eot, out, overwrite, quiet, train_on,
+                               block_size, fields)
+    if task != "pretrain":
+        raise UserError(f"--task {task}: expected pretrain or sft")
+    if train_on != "all" or block_size is not None or fields:
+        raise UserError("--train_on, --block_size and --fields are about records: add --task=sft")
     corpus = open_source(source, text_field, split, file, skip_bad, val_fraction)
-    name = name or corpus.name
-    if os.path.basename(name) != name or name.startswith("."):
-        raise UserError(f"--name {name}: expected the name of a folder inside data/; --out takes a path")
     if val_fraction is not None:
         corpus.val_fraction, corpus.val_tokens, corpus.ready_made = val_fraction, 0, None
     tokenizer = tokenizer or corpus.tokenizer
     if tokenizer != "gpt2" or shard_tokens != 100_000_000:
         corpus.ready_made = None
-    folder = os.path.abspath(out or os.path.join(ROOT, "data", name))
     arguments = {"source": source, "file": file, "tokenizer": tokenizer, "tokenizer_file": file_hash(tokenizer),
                  "val_fraction": corpus.val_fraction, "val_tokens": corpus.val_tokens, "shard_tokens": shard_tokens,
                  "text_field": text_field, "split": split, "skip_bad": skip_bad, "eot": eot}
+
+    def write(partial):
+        return write_dataset(partial, corpus, arguments, workers or cores(), quiet)
+
+    return make_dataset(folder_of(name or corpus.name, out), corpus, arguments, write, overwrite, quiet)
+
+
+def prepare_records(source, name, tokenizer, val_fraction, shard_tokens, split, skip_bad, eot, out, overwrite, quiet, train_on, block_size, fields):
+    """prepare() for task "sft"."""
+    from data.chat import ChatTemplate, with_turns
+    from data.records import open_records, parse_fields
+
+    if train_on not in ("all", "last"):
+        raise UserError(f"--train_on {train_on}: expected all or last, the answers of a record that are learnt")
+    if block_size is not None and block_size < 1:
+        raise UserError(f"--block_size {block_size}: expected at least 1 token, a row of the model's context")
+    fields, corpus = parse_fields(fields), open_records(source, split)
+    if tokenizer is None and corpus.tokenizer is None:
+        raise UserError("no tokenizer given: records are prepared for one model, name its tokenizer with --tokenizer=PATH, gpt2 or byte")
+    tokenizer = tokenizer or corpus.tokenizer
+    template = ChatTemplate(with_turns(load_tokenizer(tokenizer, eot) if isinstance(tokenizer, str) else tokenizer))
+    template.require_end_of_turn()
+    arguments = {"source": source, "task": "sft", "tokenizer_fingerprint": template.tokenizer.fingerprint[:16], "template": template.hash,
+                 "val_fraction": 0.05 if val_fraction is None else val_fraction, "shard_tokens": shard_tokens, "split": split, "skip_bad": skip_bad,
+                 "train_on": train_on, "block_size": block_size, "fields": fields}
+    if name is None:
+        made_from = {**corpus.description, **arguments, "source": None}
+        name = f"{corpus.name}-{hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:8]}"
+
+    def write(partial):
+        return write_records(partial, corpus, template, arguments, quiet)
+
+    return make_dataset(folder_of(name, out), corpus, arguments, write, overwrite, quiet)
+
+
+def folder_of(name, out):
+    """The folder of a dataset: out, or data/<name>."""
+    if os.path.basename(name) != name or name.startswith("."):
+        raise UserError(f"--name {name}: expected the name of a folder inside data/; --out takes a path")
+    return os.path.abspath(out or os.path.join(ROOT, "data", name))
+
+
+def make_dataset(folder, corpus, arguments, write, overwrite, quiet):
+    """Has write(partial folder) make a dataset, unless it is there already, and gives it its name. Returns the folder."""
     try:
         if already_there(folder, corpus, arguments, overwrite, quiet):
             return folder
@@ -70,7 +125,7 @@ def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, 
                 return folder
             if corpus.connect:
                 corpus.connect()
-            told = write_dataset(partial, corpus, arguments, workers or cores(), quiet)
+            told = write(partial)
             publish(partial, folder)
     except OSError as error:
         if is_full_disk(error):
@@ -228,14 +283,23 @@ def write_dataset(folder, corpus, arguments, workers, quiet):
         "splits": splits, "empty_documents_dropped": counts.empty, "bad_records_skipped": counts.bad,
         "characters_replaced": counts.replaced, "source": corpus.description, "arguments": arguments,
         "ready_made": corpus.ready_made[0] if ready else None,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
     }
-    tokenizer.save(folder)
-    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as meta_file:
-        json.dump(meta, meta_file, indent=1)
-        meta_file.flush()
-        os.fsync(meta_file.fileno())
+    write_meta(folder, tokenizer, meta)
     return summary(splits, counts, time.time() - start) + note
+
+
+def write_meta(folder, tokenizer, meta):
+    """The tokenizer's files and meta.json, which completes a dataset."""
+    tokenizer.save(folder)
+    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def now():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def make_tokenizer(corpus, spec, eot):
@@ -385,6 +449,124 @@ def adopt_shards(files, split):
         split.writer.shards.append(describe_shard(path, len(tokens), max_id))
 
 
+# ---- records to shards
+
+
+class RecordSplit:
+    """The marked shards of train or val while they are written. BUFFER tokens go to the disk at a time."""
+
+    BUFFER = 1 << 16
+
+    def __init__(self, folder, name, tokenizer, shard_tokens):
+        self.writer = ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, marked=True)
+        self.ids, self.marks = array.array("I"), bytearray()
+        self.records = self.sequences = self.tokens = self.labels = 0
+
+    def write(self, examples):
+        """A record's examples [(ids, labelled)]."""
+        for ids, labelled in examples:
+            self.ids.extend(ids)
+            marks = labelled * np.uint8(LABEL)
+            marks[0] |= BEGIN
+            self.marks += marks.tobytes()
+            self.tokens += len(ids)
+            self.labels += int(labelled.sum())
+        self.records += 1
+        self.sequences += len(examples)
+        if len(self.ids) >= self.BUFFER:
+            self.flush()
+
+    def flush(self):
+        self.writer.write(np.array(self.ids), np.array(self.marks))
+        self.ids, self.marks = array.array("I"), bytearray()
+
+    def close(self):
+        self.flush()
+        return {"documents": self.records, "sequences": self.sequences, "tokens": self.tokens, "labels": self.labels, "shards": self.writer.close()}
+
+
+def write_records(folder, corpus, template, arguments, quiet):
+    """Writes every file of a dataset of records into folder, meta.json last. Returns what there is to tell."""
+    from data.report import report_lines, write_report
+
+    start, threshold = time.time(), int(arguments["val_fraction"] * 2**64)
+    splits, report = encode_records(folder, corpus, template, arguments, threshold, quiet)
+    least, most = min(report.keys, default=0), max(report.keys, default=0)
+    if threshold and least < most and not least < threshold <= most:
+        # too few for their hashes to fall on both sides: again, with one record, and all that are equal to it, on the other
+        for entry in os.scandir(folder):
+            if entry.name != "lock":
+                os.remove(entry.path)
+        splits, report = encode_records(folder, corpus, template, arguments, least + 1 if least >= threshold else most, quiet)
+    seconds, found = time.time() - start, report.result()
+    if not found["labelled_tokens"]:
+        raise UserError(f"{arguments['source']}: no answer is left to learn from: " + nothing_left(found, arguments["block_size"]))
+    shards = [shard for split in splits.values() for shard in split["shards"]]
+    tokenizer = template.tokenizer
+    write_report(folder, found)
+    write_meta(folder, tokenizer, {
+        "format_version": META_VERSION, "fingerprint": fingerprint(tokenizer.fingerprint, shards), "tokenizer": tokenizer.identity(),
+        "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "splits": splits, "source": corpus.description, "arguments": arguments,
+        "sft": {"train_on": arguments["train_on"], "block_size": arguments["block_size"], "template": {"name": template.name, "hash": template.hash},
+                **{key: found[key] for key in ("shapes", "records", "sequences", "labelled_tokens", "bad_records", "trailing_messages_dropped",
+                                               "records_with_history_cut", "records_too_long", "answers_too_long")}},
+        "date": now(),
+    })
+    train, val = splits["train"], splits["val"]
+    added = tokenizer.vocab_size - min((tokenizer.controls[t] for t in tokenizer.added), default=tokenizer.vocab_size)
+    lines = [f"{train['documents']:,} train and {val['documents']:,} val records in {seconds:.1f} s: {report.records / seconds:,.0f} records/s, by {template.name}"
+             + (f"; the tokenizer has {added} control tokens more, {' and '.join(tokenizer.added)}" if added else ""), *report_lines(found)]
+    if "enable_thinking" in template.source and found["answers_without_reasoning"]:
+        lines.append(f"answers without reasoning: {found['answers_without_reasoning']:,} of {found['answers']:,}, learnt as the template leaves thinking "
+                     "out: sample.py --thinking=false asks for such")
+    return "\n  ".join(lines)
+
+
+def nothing_left(found, block_size):
+    """Why no label is left, of what a Report found."""
+    reasons = [f"{n:,} {kind}" for kind, n in found["bad_records"].items()]
+    if found["bad_records"]:
+        reasons.append(f"the last: {found['last_bad_record']}")
+    if found["records_too_long"]:
+        least = min(d["tokens"] for d in found["too_long"])
+        reasons.append(f"{found['records_too_long']:,} too long for block_size={block_size} (the first of them from {least:,} tokens on): give a larger one")
+    return "; ".join(reasons) or "it holds no records"
+
+
+def encode_records(folder, corpus, template, arguments, threshold, quiet):
+    """Writes the shards of all records, those whose key is below threshold as val; returns ({split: what meta.json says}, Report)."""
+    from tqdm import tqdm
+
+    from data.records import BadRecord, conversation, fit
+    from data.report import Report
+
+    splits = {name: RecordSplit(folder, name, template.tokenizer, arguments["shard_tokens"]) for name in ("train", "val")}
+    report, skip_bad = Report(), arguments["skip_bad"]
+    for where, record in tqdm(corpus.documents(Counts(), skip_bad), unit=" records", dynamic_ncols=True, disable=quiet or not sys.stderr.isatty()):
+        try:
+            if isinstance(record, UserError):
+                raise record
+            talk = conversation(record, arguments["fields"])
+            fitted = fit(template, talk, arguments["train_on"], arguments["block_size"])
+        except UserError as error:
+            told = str(error) if error is record else f"{where}: {error}"
+            if not skip_bad:
+                raise error if error is record else UserError(f"{told}; mend it, or pass --skip_bad to count such records instead") from None
+            report.add_bad("unreadable" if error is record else error.kind if isinstance(error, BadRecord) else "refused by the template", told)
+            continue
+        key = key_of(talk)
+        report.add(where, key, talk, fitted)
+        if fitted.examples:
+            splits["val" if key < threshold else "train"].write(fitted.examples)
+    return {name: split.close() for name, split in splits.items()}, report
+
+
+def key_of(talk):
+    """A number of 64 bits that a conversation's content gives: equal ones fall into the same split."""
+    content = json.dumps([talk.messages, talk.tools], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
+
+
 # ---- told to the person
 
 
@@ -423,6 +605,10 @@ def parse(argv):
     parser.add_argument("--split", default="train", help="which split of a hub dataset to take")
     parser.add_argument("--file", help="a local copy of a named source, for machines without a network")
     parser.add_argument("--skip_bad", action="store_true", help="count broken records instead of stopping at them")
+    parser.add_argument("--task", default="pretrain", help="pretrain (text) or sft (records)")
+    parser.add_argument("--train_on", default="all", help="sft: which answers of a record are learnt, all or last")
+    parser.add_argument("--block_size", type=int, help="sft: tokens of a row; longer records are cut between turns")
+    parser.add_argument("--fields", help="sft: the records' fields, as in question=ask,answer=reply or messages=dialog")
     parser.add_argument("--overwrite", action="store_true", help="replace a dataset of this name")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -177,7 +177,7 @@ def answer_prompts(model, tokenizer, s):
         from data.chat import ChatTemplate
         template = template or ChatTemplate(tokenizer)
         try:
-            return known(model, tokenizer, template.render(record["messages"], add_generation_prompt=True, **variables(s)).ids)
+            return known(model, tokenizer, template.prompt(record["messages"], **variables(s)).ids)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -277,10 +277,9 @@ class Conversation:
         size = self.model.config.block_size
         room = min(self.s.max_new_tokens, max(1, size // 4))
         while True:
-            rendered = self.template.render(self.messages, add_generation_prompt=True, **variables(self.s))
-            ids = known(self.model, self.tokenizer, self.continued(rendered))
+            text, ids = self.prompt()
             if len(ids) + room <= size:
-                return rendered.text, ids
+                return text, known(self.model, self.tokenizer, ids)
             users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
             if len(users) == 1:
                 raise UserError(f"a message of {len(ids):,} tokens with what belongs to it does not fit the context of {size:,} tokens beside "
@@ -288,14 +287,18 @@ class Conversation:
             del self.messages[users[0]:users[1]]
             self.notes.append(f"the context of {size:,} tokens is full: the oldest turn is forgotten")
 
-    def continued(self, rendered):
-        """Ids of a rendered conversation. Where it goes on from what was said, that keeps the ids that the model picked, which
-        need not be those that its text would be given."""
+    def prompt(self):
+        """(text, ids) of the conversation as the model is given it. Where it goes on from what was said, that keeps the ids that the
+        model picked, which need not be those that its text would be given."""
+        layout = self.template.lay_out(self.messages, True, None, variables(self.s))
         done = len(self.text)
-        if not done or not rendered.text.startswith(self.text):
-            return rendered.ids
-        rest = [(a - done, b - done) for a, b in rendered.controls if a >= done]
-        return self.ids + self.template.encode(rendered.text[done:], rest)
+        if not done or not layout.text.startswith(self.text):
+            rendered = self.template.prompt(self.messages, **variables(self.s))
+            return rendered.text, rendered.ids
+        # from the token on that ended the turn: some tokenizers take a space or newline that follows into it
+        start = next((a for a, b in layout.controls if b == done), done)
+        rest = self.template.encode(layout.text[start:], [(a - start, b - start) for a, b in layout.controls if a >= start])
+        return layout.text, self.ids + rest[start < done:]
 
 
 def chat(model, tokenizer, s, path):

@@ -23,15 +23,14 @@ started = time.time()
 
 import torch
 
-from data.order import WindowReader, derive_seed
-from data.shards import TokenDataset, find_dataset
-from data.tokenizers import load_tokenizer, tokenizer_from_identity
+from data.order import derive_seed
 from engine import checkpoint as ckpt
 from engine import config as settings
 from engine import processes
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
-from engine.evaluate import check_split, evaluate
+from engine.evaluate import evaluate
 from engine.families import open_weights
+from engine.feed import open_feed, tell_report
 from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
@@ -86,34 +85,17 @@ def run_rank(argv, place, watch):
             else:
                 weights = open_weights(config.init_from, say)
                 tell_architecture(config, weights.model_config, weights.path, say)
-        settings.resolve(config)
+        settings.resolve_batch(config)
         processes.check_batch(place, config)
 
     # ------------------------------------------------------------------ data
-    if place.local_rank == 0 or place.store is None:  # one process of a machine prepares, if there is something to prepare
-        with place.agreement():
-            folder = find_data(config.dataset, say)
-    else:
-        with place.agreement():
-            pass
-        folder = find_data(config.dataset, say)
+    feed = open_feed(place, config, weights, resumed)  # readers of samples and their tokenizer; what follows from them is filled in
+    batches, tokenizer = feed.train, feed.tokenizer
     with place.agreement():
-        train_data = TokenDataset(folder, "train")
-        val_data = TokenDataset(folder, "val") if config.eval_interval or config.eval_only else None
-        config.vocab_size = config.vocab_size or train_data.vocab_size or 50304  # bare token files: GPT-2's, as in nanoGPT
-        if weights and config.resize_vocab:
-            config.vocab_size = max(config.vocab_size, train_data.vocab_size or 0)
         model_config = settings.make_model_config(config)
-        for dataset, split in ((train_data, "train"), (val_data, "val")):
-            if dataset:
-                check_split(dataset, split, config.block_size)
-                dataset.check_ids(config.vocab_size)
-        tokenizer = find_tokenizer(train_data, folder, weights, config.vocab_size, say)
-        changed = check_resumable(resumed, config, train_data, say) if resumed else []
+        changed = check_resumable(resumed, config, feed, say) if resumed else []
     with place.agreement():
-        processes.compare_ranks(place, config, train_data.fingerprint)
-    batches = WindowReader(train_data, config.block_size, config.seed)
-    val_batches = WindowReader(val_data, config.block_size) if val_data else None
+        processes.compare_ranks(place, config, feed.everything())
 
     # ------------------------------------------------------------------ the run's folder, rank 0's alone but for FSDP's shards
     with place.agreement():
@@ -167,7 +149,8 @@ def run_rank(argv, place, watch):
         if config.wandb_log:
             wandb_id = metrics.start_wandb(config, resolved, wandb_id)
         say(settings.table(config))
-        say(describe(model, config, train_data, val_data, batches, place))
+        tell_report(feed.train, run, config, say)
+        say(describe(model, config, feed, place))
     if resumed:
         say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}")
         metrics.event(step, "resumed", changed=[[k, old, new] for k, old, new in changed])
@@ -182,7 +165,7 @@ def run_rank(argv, place, watch):
         """False where the weights or the optimizer's state are not finite: such a checkpoint is never written."""
         return saver.save({
             "step": step, "samples": samples, "skips": list(skips), "optimizer_updates": optimizer.updates, "loss_scale": scale.state(), "config": resolved,
-            "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None, "dataset": train_data.fingerprint,
+            "model": vars(model_config), "tokenizer": tokenizer.identity() if tokenizer else None, "dataset": feed.fingerprint,
             "device": device.type, "threads": torch.get_num_threads(), "layout": place.layout, "world_size": place.ranks, "versions": versions,
             "wandb_run_id": wandb_id}, last)
 
@@ -206,15 +189,18 @@ def run_rank(argv, place, watch):
         return True
 
     def validate():
-        loss = evaluate(model, val_batches, config.eval_tokens, config.batch_size, place, precision, watch)
+        losses = {name: evaluate(model, reader, config.eval_tokens, config.batch_size, place, precision, watch)
+                  for name, reader in (("loss", feed.val), ("general_loss", feed.general)) if reader}
         model.train()
-        if loss is None:
-            return
-        best = min(metrics.val_losses.values(), default=math.inf)
-        say(f"step {step:,}: validation loss {loss:.4f}" + (" (best so far)" if loss < best else f", best {best:.4f}"))
+        if None in losses.values():
+            return  # told to stop
+        loss, (_, best) = losses["loss"], metrics.best()
+        general = f"; on general text {losses['general_loss']:.4f}" if feed.general else ""
+        rank = "" if not step else " (best so far)" if loss < best else f", best {best:.4f}"
+        say(f"step {step:,}: validation loss {loss:.4f}{rank}{general}")
         if config.eval_only or not place.speaks:
             return
-        metrics.write("val", step, loss=loss)
+        metrics.write("val", step, **losses)
         metrics.flush()
         if loss < best and saver.step == step:
             saver.mark_best(step)
@@ -253,7 +239,8 @@ def run_rank(argv, place, watch):
 
     # ------------------------------------------------------------------ the loop
     model.train()
-    due = config.eval_interval and step and (step % config.eval_interval == 0 or step == config.max_iters)
+    look = step or feed.general or config.task == "sft"  # what a trained model starts from is worth knowing
+    due = config.eval_interval and look and (step % config.eval_interval == 0 or step == config.max_iters)
     if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
     tokens_per_update = config.total_batch_size
@@ -266,17 +253,17 @@ def run_rank(argv, place, watch):
             metrics.event(step, "passed_over", samples=[samples, count])
             samples += count
             continue
-        losses = []
+        losses, labels = [], max(1, batches.labels(samples, config.micro_batches * config.batch_size))  # of the whole update
         for i, j in enumerate(sync.mine):  # this rank's micro-batches of the update's
             if watch.here():  # every rank before the same micro-batch
                 break
-            x, y = batches.batch(samples + j * config.batch_size, config.batch_size)  # (B, T) each
+            x, y, documents = batches.batch(samples + j * config.batch_size, config.batch_size)  # (B, T) each
             if config.dropout:  # a function of what the numbers are for, never of the rank or of what was drawn before
                 torch.manual_seed(derive_seed("dropout", config.seed, step + 1, j))
             with sync.micro_step(i):
                 with precision.context(device.type):
-                    # the sum over the micro-batch's tokens, over the tokens of the whole update: gradients need no average
-                    part = sync.model(x.to(device, non_blocking=True), y.to(device, non_blocking=True), divisor=tokens_per_update)
+                    # the sum over the micro-batch's labels, over the labels of the whole update: gradients need no average
+                    part = sync.model(x.to(device, non_blocking=True), y.to(device, non_blocking=True), divisor=labels, documents=documents)
                 (part * scale.value if scale.enabled else part).backward()
             losses.append(part.detach())
             sync.after_backward(i)  # here gradients meet, where it is not DDP's or FSDP's own doing
@@ -296,7 +283,7 @@ def run_rank(argv, place, watch):
             searching = scale.enabled and scale.value >= 1  # float16 finds its scale this way: nothing to worry about
             skips.append([step + 1, first, samples - first])
             metrics.event(step, "bad_step", loss=repr(loss), grad_norm=repr(grad_norm), samples=[first, samples - first],
-                          windows=batches.order.windows(first, samples - first).tolist())
+                          windows=batches.which(first, samples - first))
             say(f"step {step + 1:,}: loss {loss}, gradient norm {grad_norm}: update skipped"
                 + (f", loss scale now {scale.value:g}" if scale.enabled else ""))
             if bad.skip(first, samples - first, counts=not searching) and not go_back(f"{bad.in_row} updates in a row were not finite"):
@@ -356,40 +343,11 @@ def run_rank(argv, place, watch):
     leave(0)
     if watch.stopped:
         return EXIT_SIGNAL
+    if cost := metrics.forgetting():
+        say(cost)
     say(f"done: {step:,} updates, {short_number(samples * config.block_size)} tokens, {short_time(time.time() - started)} since the "
         f"start; {run}/ has the curve (loss.png, metrics.jsonl) and the checkpoints")
     return 0
-
-
-def find_data(name, say):
-    """The folder of a data set; `stdlib`, which needs no network, is prepared on the way."""
-    try:
-        return find_dataset(name, settings.ROOT)
-    except UserError:
-        if name != "stdlib":
-            raise
-    from prepare import prepare
-
-    say("preparing the data set stdlib: this Python's own standard library, as bytes")
-    return prepare("stdlib")
-
-
-def find_tokenizer(dataset, folder, weights, vocab_size, say):
-    """The data set's tokenizer (GPT-2's for bare files of its vocabulary), or None; UserError where the weights have another."""
-    tokenizer = None
-    if dataset.tokenizer_identity:
-        tokenizer = tokenizer_from_identity(dataset.tokenizer_identity, folder)
-    elif vocab_size in (50257, 50304):
-        try:
-            tokenizer = load_tokenizer("gpt2")
-        except UserError as error:
-            say(f"note: no sample texts: {error}")
-    if weights and weights.tokenizer and tokenizer and weights.tokenizer.fingerprint != tokenizer.fingerprint:
-        if vocab_size > weights.model_config.vocab_size and tokenizer.extends(weights.tokenizer):
-            return tokenizer  # as --resize_vocab asks for
-        raise UserError(f"{weights.path} was trained with tokenizer {weights.tokenizer.name}, this data set is made with {tokenizer.name}: "
-                        "prepare the data with the weights' tokenizer")
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ and size. While it runs, each character that the template itself writes is told 
 
 import contextlib
 import functools
+import hashlib
 import json
 import re
 import time
@@ -16,6 +17,7 @@ from datetime import datetime
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import numpy as np
 from jinja2.compiler import CodeGenerator
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -24,6 +26,7 @@ from engine.errors import UserError
 # What models without a template of their own are talked to in
 CHATML = ("{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 MAX_SECONDS = 5  # of computing, for one rendering; a thousand turns take Qwen3's template 0.1
 MAX_LENGTH = 1 << 24  # characters of a text, or items of a list, that a template may build
@@ -255,11 +258,21 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
 
 
 @dataclass
-class Rendered:
-    """A conversation as the model reads it: its text, (start, stop) of each control token in it, and its ids."""
+class Layout:
+    """A conversation's text and (start, stop) of each control token in it."""
 
     text: str
     controls: list[tuple[int, int]]
+
+    def begins(self, other):
+        """Whether another layout goes on from this one, character by character and control token by control token."""
+        return other.text.startswith(self.text) and [span for span in other.controls if span[0] < len(self.text)] == self.controls
+
+
+@dataclass
+class Rendered(Layout):
+    """A conversation as the model reads it: its text, the control tokens in it, and its ids."""
+
     ids: list[int]
 
 
@@ -269,8 +282,9 @@ class ChatTemplate:
     def __init__(self, tokenizer):
         self.tokenizer, self.environment = tokenizer, Sandbox()
         self.name = f"the chat template of {tokenizer.name}" if tokenizer.chat_template else "ChatML"
+        self.source = tokenizer.chat_template or CHATML
         with self.told():
-            self.template = self.environment.from_string(tokenizer.chat_template or CHATML)
+            self.template = self.environment.from_string(self.source)
 
     @contextlib.contextmanager
     def told(self):
@@ -287,12 +301,100 @@ class ChatTemplate:
             raise UserError(f"{self.name} fails on this conversation: {type(error).__name__}: {error}") from None
 
     def render(self, messages, add_generation_prompt=False, tools=None, **variables):
-        """The Rendered conversation.
+        """The Rendered conversation, its text encoded as one.
 
         messages: [{"role": str, "content": str, ...}], as the template wants them; add_generation_prompt opens the
         assistant's next turn; `variables` are the template's own (enable_thinking=False). The ids are transformers'
         apply_chat_template's, except that control tokens spelled in the messages or tools are ordinary text.
         """
+        return self.encoded(self.lay_out(messages, add_generation_prompt, tools, variables))
+
+    def prompt(self, messages, tools=None, **variables):
+        """The Rendered conversation with the assistant's next turn open: what a model is given to answer.
+
+        Each earlier answer is encoded by itself, as the model said it and as examples() has it: no merge of a byte-pair
+        encoding joins it to what stands before. (render() cuts nowhere.)
+        """
+        layout = self.lay_out(messages, True, tools, variables)
+        before = {k: self.prompts_before(messages, k, tools, variables) for k in answers_of(messages)}
+        return self.encoded(layout, self.cuts(layout, before))
+
+    def examples(self, messages, train_on="all", tools=None):
+        """[(ids, labelled)] to learn a conversation's answers from: a list of ids and a bool array, True for the tokens to learn.
+
+        Learnt are the answers, all or the last, each with the token that ends its turn. What stands before an answer is
+        prompt() of the messages before it, id by id. One sequence has as many answers as the template leaves as they
+        were when more is said; one that rewrites them (Qwen3 takes the reasoning out) gives an answer a sequence of its
+        own. UserError where the template ends no turn, or opens an answer otherwise than it writes it.
+        """
+        self.require_end_of_turn()
+        answers = answers_of(messages)
+        before = {k: self.prompts_before(messages, k, tools, {}) for k in answers}
+        groups = []  # of (layout, cuts) that go on from each other
+        for k in answers if train_on == "all" else answers[-1:]:
+            layout = self.lay_out(messages[:k + 1], False, tools, {})
+            cuts, start = self.cuts(layout, {j: before[j] for j in answers if j < k}), self.cuts(layout, {k: before[k]})
+            stops = [b for a, b in layout.controls if start and a >= start[0] and self.tokenizer.controls[layout.text[a:b]] == self.end_of_turn]
+            if not stops:
+                raise UserError(f"{self.name} does not write this answer behind the prompt that it opens for it, up to a token that ends the turn: "
+                                "the model would not be trained on what it is asked")
+            layout = Layout(layout.text[:stops[0]], [span for span in layout.controls if span[1] <= stops[0]])
+            cuts = cuts + start
+            if groups and groups[-1][-1][0].begins(layout) and cuts[:len(groups[-1][-1][1])] == groups[-1][-1][1]:
+                groups[-1].append((layout, cuts))
+            else:
+                groups.append([(layout, cuts)])
+        return [self.example(*group[-1], {cuts[-1] for _, cuts in group}) for group in groups]
+
+    def example(self, layout, cuts, starts):
+        """(ids, labelled) of a layout in which the answers that begin at `starts`, some of the cuts, are learnt."""
+        ids, labelled = [], []
+        for start, part in self.segments(layout, cuts):
+            learnt = part.index(self.end_of_turn) + 1 if start in starts else 0
+            ids += part
+            labelled += [True] * learnt + [False] * (len(part) - learnt)
+        return ids, np.array(labelled)
+
+    def prompts_before(self, messages, k, tools, variables):
+        """The Layouts that the template may open answer k by: reasoning, where it knows of it, left to the model or left out."""
+        found = []
+        for more in ({}, {"enable_thinking": False}) if "enable_thinking" in self.source else ({},):
+            try:
+                found.append(self.lay_out(messages[:k], True, tools, {**variables, **more}))
+            except UserError:  # nothing stands before the answer, or nothing that the template takes
+                pass
+        return found
+
+    def cuts(self, layout, before):
+        """Where in a layout the answers begin: behind the longest of the prompts before each that it begins with."""
+        starts = {max((len(prompt.text) for prompt in prompts if prompt.begins(layout)), default=None) for prompts in before.values()}
+        return sorted(starts - {None})
+
+    def encoded(self, layout, cuts=()):
+        return Rendered(layout.text, layout.controls, [i for _, part in self.segments(layout, cuts) for i in part])
+
+    def segments(self, layout, cuts):
+        """Yields (start, ids) of a layout's text from cut to cut, each encoded by itself."""
+        borders = [0, *cuts, len(layout.text)]
+        for start, stop in zip(borders, borders[1:]):
+            inside = [(a - start, b - start) for a, b in layout.controls if start <= a < stop]
+            yield start, (self.encode if start else self.tokenizer.encode_controls)(layout.text[start:stop], inside)
+
+    def encode(self, text, controls):
+        """Ids of a text within a conversation; sentencepiece's space before a text's beginning belongs to the whole alone."""
+        if self.adds_space:
+            line = self.tokenizer.encode("\n")
+            ids = self.tokenizer.encode_controls("\n" + text, [(a + 1, b + 1) for a, b in controls])
+            if ids[:len(line)] == line:
+                return ids[len(line):]
+        return self.tokenizer.encode_controls(text, controls)
+
+    @functools.cached_property
+    def adds_space(self):
+        return self.tokenizer.decode(self.tokenizer.encode("\n")) == " \n"
+
+    def lay_out(self, messages, add_generation_prompt, tools, variables):
+        """The Layout of a conversation."""
         check_messages(messages)
         text = self.run(messages, tools, add_generation_prompt, variables)
         controls, spelled = self.own_controls(text), self.tokenizer.find_controls(text)
@@ -304,10 +406,7 @@ class ChatTemplate:
                     raise UserError(f"{self.name} puts its control tokens together in a way that cannot be told from those spelled in a message: "
                                     "take the control tokens out of the messages")
                 controls = spelled
-        return Rendered(str.__str__(text), controls, self.encode(text, controls))
-
-    def encode(self, text, controls):
-        return self.tokenizer.encode_controls(str.__str__(text), controls)
+        return Layout(str.__str__(text), controls)
 
     def run(self, messages, tools, add_generation_prompt, variables):
         messages = [{**m, "role": written(m["role"])} for m in messages]
@@ -334,16 +433,40 @@ class ChatTemplate:
     def end_of_turn(self):
         """The id of the control token that the template puts behind an answer, None where it puts none."""
         answer = "The answer is 7"
-        rendered = self.render([{"role": "user", "content": "Which?"}, {"role": "assistant", "content": answer}])
-        behind = rendered.text.find(answer) + len(answer)
-        spelled = [rendered.text[a:b] for a, b in rendered.controls if a >= behind]
+        layout = self.lay_out([{"role": "user", "content": "Which?"}, {"role": "assistant", "content": answer}], False, None, {})
+        behind = layout.text.find(answer) + len(answer)
+        spelled = [layout.text[a:b] for a, b in layout.controls if a >= behind]
         return self.tokenizer.controls[spelled[0]] if spelled else None
+
+    def require_end_of_turn(self):
+        """UserError unless the template ends turns by a token, which training needs."""
+        if self.end_of_turn is None:
+            raise UserError(f"{self.name} puts no control token behind an answer: a model trained on it would not learn to stop; "
+                            "give the tokenizer a chat_template that ends turns by one")
+
+    @functools.cached_property
+    def hash(self):
+        """Tells this template from others."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def stop_ids(self):
         """Ids that end an answer: the template's end of a turn, the configured end of a sequence, the end of a text."""
         configured = self.tokenizer.controls.get(self.tokenizer.named_tokens.get("eos_token"))
         return sorted({self.end_of_turn, configured, self.tokenizer.eot_id} - {None})
+
+
+def answers_of(messages):
+    """Which of the messages the assistant says."""
+    return [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def with_turns(tokenizer):
+    """The tokenizer that a conversation is trained with: itself, or, where it has neither a chat template nor ChatML's tokens, one
+    that has these behind its ids."""
+    if tokenizer.chat_template or all(token in tokenizer.controls for token in CHATML_TOKENS):
+        return tokenizer
+    return tokenizer.with_controls(CHATML_TOKENS)
 
 
 def check_messages(messages):

@@ -11,6 +11,9 @@ import hashlib
 import numpy as np
 import torch
 
+from engine.attention import Documents
+
+IGNORE = -1  # a target that carries no loss
 ROUNDS = 6  # four make a Feistel network look random (Luby and Rackoff, 1988); two more, since its halves are small here
 
 
@@ -68,18 +71,58 @@ def count_windows(n_tokens, block_size):
 
 
 class WindowReader:
-    """Cuts the windows of a TokenDataset and hands them out in the run's order, or in file order for evaluation."""
+    """Cuts the windows of a TokenDataset and hands them out in the run's order, or in file order for evaluation.
 
-    def __init__(self, dataset, block_size, seed=None):
-        self.dataset, self.block_size = dataset, block_size
-        self.n_windows = count_windows(dataset.n_tokens, block_size)
+    What reads samples has n_windows, epoch (samples until each window was seen once), fingerprint (of the tokens), description (a line),
+    which(), labels() and batch(). With eot_id, the token that ends a document, attention is to stay inside documents.
+    """
+
+    def __init__(self, dataset, block_size, seed=None, eot_id=None):
+        self.dataset, self.block_size, self.fingerprint = dataset, block_size, dataset.fingerprint
+        self.eot_id, self.with_documents = eot_id, eot_id is not None
+        self.n_windows = self.epoch = count_windows(dataset.n_tokens, block_size)
         self.order = None if seed is None else SampleOrder(self.n_windows, seed)
+        self.description = dataset.description
 
-    def batch(self, start, count):
-        """Samples start ... start+count-1: inputs and targets, int64 tensors (count, block_size) each."""
-        windows = range(start, start + count) if self.order is None else self.order.windows(start, count)
-        if not count:
-            return (torch.empty(0, self.block_size, dtype=torch.int64),) * 2
-        rows = np.stack([self.dataset.read(int(w) * self.block_size, self.block_size + 1) for w in windows])
-        tokens = torch.from_numpy(rows)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def which(self, start, count):
+        """The windows that are samples start ... start+count-1, integers."""
+        return list(range(start, start + count)) if self.order is None else self.order.windows(start, count).tolist()
+
+    def labels(self, start, count):
+        """How many tokens of samples start ... start+count-1 bear a label. Every rank knows it of all, without a word to the others."""
+        return count * self.block_size
+
+    def batch(self, start, count, rows=None):
+        """Samples start ... start+count-1: inputs and targets, int64 tensors (count, block_size) each, and their Documents or None.
+
+        With `rows`, filled up to so many rows that bear no labels.
+        """
+        found = [self.row(w) for w in self.which(start, count)]
+        return collate(found, self.block_size, rows or count, self.with_documents)
+
+    def row(self, window):
+        """(inputs (T,), targets (T,), [length of each document]) of a window."""
+        tokens = self.dataset.read(window * self.block_size, self.block_size + 1)
+        if not self.with_documents:
+            return tokens[:-1], tokens[1:], [self.block_size]
+        borders = np.flatnonzero(tokens[:-1] == self.eot_id) + 1  # the token that ends a document is its last
+        return tokens[:-1], tokens[1:], [n for n in np.diff(borders, prepend=0, append=self.block_size).tolist() if n]
+
+
+def collate(found, block_size, rows, with_documents, padding=0):
+    """Rows as WindowReader.row() and RecordReader.row() give them, shorter ones padded, as a batch of `rows` rows: inputs and targets
+    (rows, block_size), IGNORE where there is no label, and Documents, or None without them."""
+    x = np.full((rows, block_size), padding, np.int64)
+    y = np.full((rows, block_size), IGNORE, np.int64)
+    lengths, is_padding = [], []
+    for r in range(rows):
+        inputs, targets, parts = found[r] if r < len(found) else ((), (), [])
+        x[r, :len(inputs)], y[r, :len(inputs)] = inputs, targets
+        left = [block_size - len(inputs)] if len(inputs) < block_size else []
+        lengths += parts + left
+        is_padding += [False] * len(parts) + [True] * len(left)
+    documents = None
+    if with_documents:
+        labelled = np.flatnonzero(y != IGNORE)
+        documents = Documents(lengths, rows, is_padding, torch.from_numpy(labelled) if len(labelled) < y.size else None)
+    return torch.from_numpy(x), torch.from_numpy(y), documents

@@ -322,7 +322,7 @@ def read_meta(folder):
         numbers, texts = [version, vocab_size], []
         for shard in (shard for split in meta["splits"].values() for shard in split["shards"]):
             numbers += [shard["tokens"], shard["max_id"]]
-            texts += [shard["file"], shard["sha256"]]
+            texts += [shard["file"], shard["sha256"], shard.get("marks_sha256", "")]
         if not all(type(n) is int and n >= 0 for n in numbers) or not all(isinstance(t, str) for t in texts):
             raise ValueError("a field has the wrong type")
         check_identity(meta["tokenizer"], path)

@@ -78,10 +78,16 @@ def open_source(name, text_field="text", split="train", file=None, skip_bad=Fals
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) and extension(name) not in known_extensions():
         dataset, _, config = name.partition(":")
         return hub_source(dataset.split("/")[1], dataset, config or None, text_field, split, skip_bad)
-    nearest = difflib.get_close_matches(name, NAMED, n=1)
-    guess = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"no source {name!r}: {guess}{', '.join(NAMED)}, the path of a text file or folder, and hub "
+    if name == "arithmetic":
+        raise UserError("arithmetic is a source of records, not of text: prepare it with --task=sft")
+    raise UserError(f"no source {name!r}: {near_miss(name, NAMED)}{', '.join(NAMED)}, the path of a text file or folder, and hub "
                     "datasets (owner/name) work")
+
+
+def near_miss(name, known):
+    """"did you mean ...? ", or nothing."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]}? " if nearest else ""
 
 
 def known_extensions():
@@ -367,9 +373,10 @@ def json_records(path, text_field, counts, skip_bad):
     decoder, chunks = json.JSONDecoder(), read_text(path, counts, skip_bad)
     between = re.compile(r"[\s,]*")
     buffer = "".join(itertools.islice(chunks, 1))
-    at = len(buffer) - len(buffer.lstrip())
+    at, line = len(buffer) - len(buffer.lstrip()), 1
     if buffer[at:at + 1] != "[":
-        raise UserError(f"{path}: expected a JSON list of objects; a file of one object a line should end in .jsonl")
+        found = "one object" if buffer[at:at + 1] == "{" else short_json(buffer[at:at + 20]) if buffer[at:] else "nothing"
+        raise UserError(f"{path}: expected a JSON list of objects, found {found}; a file of one object a line should end in .jsonl")
     at += 1
     for number in itertools.count(1):
         while True:
@@ -380,32 +387,36 @@ def json_records(path, text_field, counts, skip_bad):
                 item, at = decoder.raw_decode(buffer, at)
                 break
             except (ValueError, RecursionError) as error:
+                where, reason = getattr(error, "pos", 0), getattr(error, "msg", error)
+                whole = not str(reason).startswith("Unterminated string") and at <= where < len(buffer) - 16  # what follows cannot mend it
                 # The item may go on in what follows. Reading as much again each time, a long one is not parsed often.
-                more = "".join(itertools.islice(chunks, max(1, (len(buffer) - at) // CHUNK)))
+                more = "" if whole else "".join(itertools.islice(chunks, max(1, (len(buffer) - at) // CHUNK)))
                 if not more:
-                    raise UserError(f"{path}: item {number} is broken or the list does not end ({error})") from None
+                    raise UserError(f"{path} line {line + buffer.count(chr(10), 0, max(at, where))}: item {number} is broken or the list does not end "
+                                    f"({reason})") from None
+                line += buffer.count("\n", 0, at)
                 buffer, at = buffer[at:] + more, 0
         yield number, f"{path} item {number}", item
 
 
 def parquet_records(path, text_field, counts, skip_bad):
-    """(row number, where, record) of a parquet file, a few rows at a time."""
+    """(row number, where, record) of a parquet file, a few rows at a time; without a text_field, all of a row."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         # Without the read-ahead that is the default, which keeps whole row groups.
         file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK)
-        if text_field not in file.schema_arrow.names:
+        if text_field is not None and text_field not in file.schema_arrow.names:
             raise UserError(no_field(path, text_field, file.schema_arrow.names))
         number = 0
-        for batch in file.iter_batches(batch_size=64, columns=[text_field], use_threads=False):
+        for batch in file.iter_batches(batch_size=64, columns=None if text_field is None else [text_field], use_threads=False):
             counts.read += batch.nbytes
-            for value in batch.column(0):
+            for values in zip(*batch.columns):
                 number += 1
                 where = f"{path} row {number}"
                 try:
-                    record = {text_field: value.as_py()}
+                    record = {name: value.as_py() for name, value in zip(batch.schema.names, values)}
                 except UnicodeDecodeError as error:
                     record = UserError(f"{where} is not valid UTF-8 at its byte {error.start}; pass --skip_bad to "
                                        "count such rows instead")
@@ -420,23 +431,11 @@ def parquet_records(path, text_field, counts, skip_bad):
 def hub_source(name, dataset, config, text_field, split, skip_bad):
     """A dataset of the Hugging Face hub, streamed: nothing but token shards reaches the disk."""
     def documents(counts):
-        import datasets
-
-        try:
-            rows = iter(datasets.load_dataset(dataset, config, split=split, streaming=True))
-            for number in itertools.count():
-                row = next(rows, None)
-                if row is None:
-                    return
-                text = text_of(row, text_field, f"{dataset} row {number}", counts, skip_bad)
-                if text is not None:
-                    counts.read += len(text)
-                    yield None, str(number), cut_text(in_chunks(text))
-        except UserError:
-            raise
-        except Exception as error:  # requests', httpx's, huggingface_hub's, pyarrow's and datasets' own kinds
-            reason = (str(error).splitlines() or [""])[0]
-            raise UserError(f"the hub dataset {dataset} cannot be read: {reason or type(error).__name__}") from error
+        for number, row in enumerate(hub_rows(dataset, config, split)):
+            text = text_of(row, text_field, f"{dataset} row {number}", counts, skip_bad)
+            if text is not None:
+                counts.read += len(text)
+                yield None, str(number), cut_text(in_chunks(text))
 
     description = {"kind": "hub", "dataset": dataset, "config": config, "split": split}
     source = Source(name, documents, description, val_fraction=0.0005 if name == "openwebtext" else 0.005)
@@ -446,6 +445,19 @@ def hub_source(name, dataset, config, text_field, split, skip_bad):
     if name == "fineweb10B":
         source.ready_made = FINEWEB_SHARDS
     return source
+
+
+def hub_rows(dataset, config, split):
+    """The rows of a hub dataset, as they come over the network; a UserError for whatever its libraries raise."""
+    import datasets
+
+    try:
+        yield from datasets.load_dataset(dataset, config, split=split, streaming=True)
+    except UserError:
+        raise
+    except Exception as error:  # requests', httpx's, huggingface_hub's, pyarrow's and datasets' own kinds
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(f"the hub dataset {dataset} cannot be read: {reason or type(error).__name__}") from error
 
 
 def require_hub(dataset):

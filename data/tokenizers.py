@@ -28,7 +28,8 @@ class Tokenizer:
     id, None where an encoding leaves an id unused. special_tokens maps the control tokens to their ids, and eot_id is
     the one that ends a document (None where there is none). encode_numpy(text) gives an integer array; a text that
     spells a control token stays ordinary text. controls maps all that a chat template may write to their ids: besides
-    special_tokens, added tokens that are not marked as special but stand in brackets, as Qwen3's <think>.
+    special_tokens, added tokens that are not marked as special but stand in brackets, as Qwen3's <think>. added names those
+    that with_controls() put behind the ids of a tokenizer that its kind and name describe.
 
     files: {name: text} of what it was read from, for save(). chat_template (None where it has none) and named_tokens
     ({"eos_token": ...}) are what its configuration says.
@@ -43,6 +44,7 @@ class Tokenizer:
         self._encode_controls = encode_controls
         self.vocab_size = len(token_bytes)
         self.eot_id = None if eot is None else special_tokens[eot]
+        self.added = []
 
     @functools.cached_property
     def fingerprint(self):
@@ -57,6 +59,23 @@ class Tokenizer:
     def extends(self, other):
         """Whether every id of another tokenizer stands for the same bytes here."""
         return self.token_bytes[:other.vocab_size] == other.token_bytes
+
+    def with_controls(self, tokens):
+        """This tokenizer with those of the control tokens that it lacks added behind its ids; itself where it lacks none."""
+        new = [token for token in tokens if token not in self.controls]
+        if not new:
+            return self
+        special = self.special_tokens | {token: self.vocab_size + i for i, token in enumerate(new)}
+        if self.kind == "json":
+            found = tokenizer_of_json(self.files["tokenizer.json"], f"the tokenizer.json of {self.name}", self.name, self.files, more=new)
+            if any(found.special_tokens.get(token) != i for token, i in special.items()):
+                raise UserError(f"{' and '.join(new)} cannot be added to the tokenizer {self.name} behind its ids: add them to its tokenizer.json")
+        else:
+            table = self.token_bytes + [token.encode() for token in new]
+            found = Tokenizer(self.kind, self.name, table, self.encode_numpy, special, None, self.chars)
+            found.added = self.added + new
+        found.eot_id = self.eot_id
+        return found
 
     def encode(self, text):
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
@@ -101,7 +120,8 @@ class Tokenizer:
         """What meta.json and a checkpoint remember; tokenizer_from_identity makes the tokenizer from it again."""
         identity = {"kind": self.kind, "name": self.name, "vocab_size": self.vocab_size, "eot_id": self.eot_id,
                     "fingerprint": self.fingerprint}
-        return identity if self.chars is None else {**identity, "chars": self.chars}
+        more = {"chars": self.chars, "added": self.added}
+        return identity | {key: value for key, value in more.items() if value}
 
     def save(self, folder):
         """Writes the files into folder that the identity alone would not do for (kind "json"): tokenizer.json, and the
@@ -155,6 +175,7 @@ def tokenizer_from_identity(identity, folder):
         tokenizer.name = identity["name"]
     else:
         raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
+    tokenizer = tokenizer.with_controls(identity.get("added", []))
     tokenizer.eot_id = identity["eot_id"]
     if tokenizer.fingerprint != identity["fingerprint"] or tokenizer.vocab_size != identity["vocab_size"]:
         raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
@@ -173,6 +194,9 @@ def check_identity(identity, where):
         wrong = ["vocab_size", "eot_id"]
     if not wrong and (identity["kind"] == "char") != bool(identity.get("chars")):
         wrong = ["chars"]
+    added = identity.get("added", [])
+    if not isinstance(added, list) or len(added) > 1000 or not all(isinstance(token, str) and token and token.isascii() for token in added):
+        wrong.append("added")
     if wrong:
         raise UserError(f"{where} has a tokenizer without a valid {' and '.join(wrong)}: restore the file, or prepare the data again")
 
@@ -268,25 +292,36 @@ def json_tokenizer(path, eot=None):
     if os.path.isdir(path):
         path = os.path.join(path, "tokenizer.json")
     folder = os.path.dirname(os.path.abspath(path))
-    import tokenizers
-
     try:
         with open(path, encoding="utf-8", newline="") as file:
             json_text = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+    return tokenizer_of_json(json_text, path, os.path.basename(folder), read_tokenizer_config(folder), eot)
+
+
+def tokenizer_of_json(json_text, path, name, files, eot=None, more=()):
+    """The tokenizer of a tokenizer.json's text, with the files beside it as read_tokenizer_config gives them; `more` special tokens are added."""
+    import tokenizers
+
+    try:
         if len(json_text) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE:,} characters")
         engine = tokenizers.Tokenizer.from_str(json_text)
-    except OSError as error:
-        raise UserError(f"no tokenizer at {path}: {error.strerror}; expected a tokenizer.json or its folder") from None
     except Exception as error:  # tokenizers raises a bare Exception
         raise UserError(f"{path} is not a tokenizer.json: {error}") from None
-    config, chat_template, files = read_tokenizer_config(folder)
+    config, chat_template = tokenizer_config(files, path)
     for i, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if engine.token_to_id(token["content"]) is None:  # older files name some here alone
             engine.add_tokens([tokenizers.AddedToken(**token)])
             if engine.token_to_id(token["content"]) != int(i):
-                raise UserError(f"{folder}/tokenizer_config.json gives {token['content']} the id {i}, the next free one of {path} is "
+                raise UserError(f"tokenizer_config.json gives {token['content']} the id {i}, the next free one of {path} is "
                                 f"{engine.token_to_id(token['content'])}: the two files do not belong together")
+    if more:
+        engine.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in more])
+        json_text = engine.to_str()
     engine.encode_special_tokens = True
     engine.no_truncation()  # a file saved after training may hold both, and would lose or add ids silently
     engine.no_padding()
@@ -332,14 +367,13 @@ def json_tokenizer(path, eot=None):
     named = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items() if key.endswith("_token")}
     named = {key: value for key, value in named.items() if isinstance(value, str)}
     eot = end_of_text(special, eot, named.get("eos_token"), path)
-    return Tokenizer("json", os.path.basename(folder), json_token_bytes(engine, path), encode, special, eot, controls=controls,
-                     encode_controls=encode_controls, files={"tokenizer.json": json_text, **files}, chat_template=chat_template,
+    return Tokenizer("json", name, json_token_bytes(engine, path), encode, special, eot, controls=controls,
+                     encode_controls=encode_controls, files={**files, "tokenizer.json": json_text}, chat_template=chat_template,
                      named_tokens=named)
 
 
 def read_tokenizer_config(folder):
-    """What stands beside a tokenizer.json: (tokenizer_config.json as a dict, the chat template or None, {name: text} of the
-    files read)."""
+    """{name: text} of what stands beside a tokenizer.json and belongs to it."""
     files = {}
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         try:
@@ -348,6 +382,11 @@ def read_tokenizer_config(folder):
             pass
         except (OSError, ValueError) as error:
             raise refuse(os.path.join(folder, name), "a tokenizer's configuration", error) from None
+    return files
+
+
+def tokenizer_config(files, path):
+    """(tokenizer_config.json as a dict, the chat template or None) of the files beside the tokenizer.json at path."""
     try:
         config = json.loads(files.get("tokenizer_config.json", "{}"))
         template = files.get("chat_template.jinja") or config.get("chat_template")
@@ -357,8 +396,8 @@ def read_tokenizer_config(folder):
         for i, token in config["added_tokens_decoder"].items():
             int(i), token["content"]
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
-        raise refuse(os.path.join(folder, "tokenizer_config.json"), "a tokenizer's configuration", error) from None
-    return config, template, files
+        raise refuse(os.path.join(os.path.dirname(path), "tokenizer_config.json"), "a tokenizer's configuration", error) from None
+    return config, template
 
 
 def end_of_text(special, asked, configured, name):

@@ -26,8 +26,8 @@ class Config:
     # the run
     out_dir: str | None = None  # the run's folder (default: out/<name of the config file>)
     seed: int = 1337  # weights, data order and dropout follow from it
-    max_iters: int = 600_000  # updates to make; the last one is always saved
-    # scratch | a run or checkpoint folder to branch from | a nanoGPT ckpt.pt | a Hugging Face folder or name (NAME@REVISION) | resume
+    max_iters: int = 600_000  # updates to make; the last one is always saved (num_epochs says it in another way)
+    # scratch | a run or checkpoint folder to branch from | a nanoGPT ckpt.pt | a Hugging Face folder or name (NAME@REVISION) | resume; --model too
     init_from: str = "scratch"
     init_optimizer: bool = True  # branching from a checkpoint of ours takes the optimizer's state along
     resize_vocab: bool = False  # the vocabulary of init_from's weights may grow to vocab_size or the data's: new rows start from first values
@@ -65,7 +65,17 @@ class Config:
     tie_embeddings: bool = True
 
     # data and batch
-    dataset: str = "openwebtext"  # a folder, or the name of one under data/
+    task: str = "pretrain"  # pretrain | sft: records (questions and answers, talks) of which the answers alone are learnt
+    dataset: str = "openwebtext"  # a folder, or the name of one under data/; sft: also a file or folder of records, or a data set of the hub
+    num_epochs: float | None = None  # how often to see all of the data: max_iters follows from it
+    document_mask: bool = False  # attention and positions stay inside each document of a window, as the end-of-text token tells them
+    train_on: str = "all"  # sft: all | last, which answers of a talk are learnt
+    pack: bool = True  # sft: as many records a row as there is room for, each attended alone | False: one a row, padded
+    fields: str | None = None  # sft: the names of the records' fields where they are not found by themselves, as prepare.py takes them
+    skip_bad: bool = False  # sft: count bad records instead of stopping at the first
+    general_dataset: str | None = None  # a prepared data set whose loss is told beside the validation loss: what a run costs on other text
+    replay_dataset: str | None = None  # sft: a prepared data set, windows of which are trained on between the records, against forgetting
+    replay_fraction: float = 0.0  # and the part of the samples that they are
     batch_size: int = 12  # sequences a process takes at a time: a micro-batch
     total_batch_size: int | None = None  # tokens an update is made of, over all micro-batches and processes
     gradient_accumulation_steps: int | None = None  # nanoGPT's way to say it: micro-batches an update (default 40)
@@ -145,12 +155,16 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
                 "rope_scaling rope_low_freq_factor rope_high_freq_factor rope_original_context mlp qk_norm tie_embeddings").split()
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
-         "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic").split()
+         "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
 
 # Other words for settings above, and what asks for something else than a run
 NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse check".split()
 
+OTHER_NAMES = {"model": "init_from"}
+
 CHOICES = {
+    "task": ("pretrain", "sft"),
+    "train_on": ("all", "last"),
     "resume": ("auto", "never"),
     "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "wsd", "linear", "constant"),
@@ -251,7 +265,8 @@ def read_config_file(path, known):
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: running it failed: {type(error).__name__}: {error}") from None
     values, problems = {}, []
-    for key, value in found.items():
+    for name, value in found.items():
+        key = OTHER_NAMES.get(name, name)
         if key.startswith("_") or isinstance(value, (types.ModuleType, type)) or callable(value):
             continue
         if key not in known:
@@ -276,6 +291,7 @@ def read_command_line(argv, known):
             files.append(word)
             continue
         key, equals, text = word.lstrip("-").partition("=")
+        key = OTHER_NAMES.get(key, key)
         if key not in known:
             problems.append(f"command line: unknown setting {word.split('=')[0]!r}{nearest(key, known)}")
             if not equals and words and not words[0].startswith("--"):
@@ -323,6 +339,7 @@ def load_config(argv, default_file):
     if config.out_dir is None:
         config.out_dir = os.path.join("out", os.path.splitext(os.path.basename(file))[0])
     check_ranges(config)
+    check_task(config)
     return config
 
 
@@ -348,6 +365,27 @@ def check_ranges(config):
         problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:
         problems.append(f"keep_last={c.keep_last}: expected a number of checkpoints from 1 on, or -1 for all")
+    if problems:
+        raise UserError(*problems)
+
+
+def check_task(config):
+    """UserError where settings of the data contradict each other. Of max_iters and num_epochs what was typed counts."""
+    c, problems = config, []
+    if c.num_epochs is not None and c.given.get("max_iters") == "command line":
+        if c.given["num_epochs"] == "command line":
+            problems.append(f"max_iters={c.max_iters} and num_epochs={c.num_epochs:g} both say how long to train: give one of the two")
+        c.num_epochs = None
+    if c.num_epochs is not None and c.num_epochs <= 0:
+        problems.append(f"num_epochs={c.num_epochs:g}: expected a number above 0, such as 3 or 0.5")
+    if not 0 <= c.replay_fraction < 1:
+        problems.append(f"replay_fraction={c.replay_fraction:g}: expected a number from 0 up to, but not, 1, such as 0.1")
+    if bool(c.replay_dataset) != bool(c.replay_fraction):
+        problems.append(f"replay_dataset={c.replay_dataset} with replay_fraction={c.replay_fraction:g}: replaying text takes both, such as "
+                        "--replay_dataset=stdlib --replay_fraction=0.1")
+    if c.task != "sft":
+        problems += [f"{key}={getattr(c, key)} is about records, which task=sft trains on: leave it out, or give --task=sft"
+                     for key in ("train_on", "pack", "fields", "skip_bad", "replay_dataset") if getattr(c, key) != FIELDS[key].default]
     if problems:
         raise UserError(*problems)
 

@@ -5,7 +5,6 @@ import torch
 from data.order import count_windows
 from engine.errors import UserError
 from engine.sync import all_gather, of_groups
-from model import IGNORE
 
 
 def check_split(dataset, split, block_size):
@@ -15,28 +14,30 @@ def check_split(dataset, split, block_size):
                         f"takes {block_size + 1:,}: prepare more text, or block_size={max(1, dataset.n_tokens - 1)} would work")
 
 
+def windows_of(reader, tokens):
+    """How many windows an evaluation over so many tokens takes."""
+    return max(1, min(tokens // reader.block_size, reader.n_windows))
+
+
 @torch.no_grad()
 def evaluate(model, reader, tokens, batch_size, place, precision, watch):
-    """Mean cross-entropy in nats a token over the first `tokens` tokens, as consecutive windows (at least one).
+    """Mean cross-entropy in nats a labelled token over the first `tokens` tokens, as consecutive windows or rows of records (at least one).
 
     Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. Ranks take them in turn, and one
     without a micro-batch left runs an empty one: sharded layers need it. The same number for any count of ranks.
     None where all ranks have been told to stop.
     """
-    n_windows = max(1, min(tokens // reader.block_size, reader.n_windows))
-    divisor = n_windows * reader.block_size
+    n_windows = windows_of(reader, tokens)
+    divisor = max(1, reader.labels(0, n_windows))
     n_batches = -(-n_windows // batch_size)
     model.eval()
     losses = []
     for i in range(place.group, -(-n_batches // place.groups) * place.groups, place.groups):
         if watch.here():
             return None
-        x, y = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)))
-        if short := batch_size - len(x):
-            x = torch.cat((x, x.new_zeros(short, x.size(1))))
-            y = torch.cat((y, y.new_full((short, y.size(1)), IGNORE)))
+        x, y, documents = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)), rows=batch_size)
         with precision.context(place.device.type):
-            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor))
+            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor, documents=documents))
     losses = torch.stack(losses)
     if place.ranks > 1:
         losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows

@@ -40,7 +40,7 @@ def export(weights, tokenizer, folder, say, dtype="auto"):
             os.makedirs(partial)
             total, written = write_tensors(partial, family, config, weights.sources, None if dtype == "auto" else getattr(torch, dtype))
             write_json(os.path.join(partial, "config.json"), {**config_json(family, config, tokenizer), "torch_dtype": written})
-            write_json(os.path.join(partial, "generation_config.json"), token_ids(tokenizer))
+            write_json(os.path.join(partial, "generation_config.json"), {**token_ids(tokenizer), **turn_ends(tokenizer)})
             if tokenizer:
                 write_tokenizer(partial, tokenizer, config.block_size, say)
             sync_folder(partial)
@@ -109,6 +109,18 @@ def token_ids(tokenizer):
     return {"bos_token_id": start, "eos_token_id": tokenizer.eot_id}
 
 
+def turn_ends(tokenizer):
+    """What a model that talks in ChatML, for want of a template of its own, stops at besides the end of a text."""
+    if not speaks_chatml(tokenizer):
+        return {}
+    stops = [tokenizer.eot_id, tokenizer.controls["<|im_end|>"]]
+    return {"eos_token_id": sorted({stop for stop in stops if stop is not None})}
+
+
+def speaks_chatml(tokenizer):
+    return tokenizer is not None and not tokenizer.chat_template and {"<|im_start|>", "<|im_end|>"} <= tokenizer.controls.keys()
+
+
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
@@ -156,6 +168,11 @@ def write_tokenizer(folder, tokenizer, context, say):
         return
     else:
         engine.save(os.path.join(folder, "tokenizer.json"))
+    if speaks_chatml(tokenizer):
+        from data.chat import CHATML
+
+        with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
+            file.write(CHATML)
     path = os.path.join(folder, "tokenizer_config.json")
     if not os.path.exists(path):
         names = {i: text for text, i in tokenizer.special_tokens.items()}

@@ -69,6 +69,7 @@ class Metrics:
     def go_back(self, step):
         """Cuts off what lies beyond `step`: it comes again."""
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
+        self.general = []  # (tokens, loss on general text)
         self.tokens, self.val_losses = 0, {}  # of training; {step: loss}
         if not self.active:
             return
@@ -126,8 +127,23 @@ class Metrics:
         elif record["kind"] == "val":
             self.val.append((self.tokens, record["loss"]))
             self.val_losses[record["step"]] = record["loss"]
+            if record.get("general_loss") is not None:
+                self.general.append((self.tokens, record["general_loss"]))
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
+
+    def best(self):
+        """(step, validation loss) of the best so far, the first of equals; (None, inf) before one. What a run started from is none of its own."""
+        losses = {step: loss for step, loss in self.val_losses.items() if step}
+        step = min(losses, key=losses.get, default=None)
+        return step, losses.get(step, float("inf"))
+
+    def forgetting(self):
+        """A sentence on what the run cost on general text, or None where that was not looked at twice."""
+        if len(self.general) < 2:
+            return None
+        first, last = self.general[0][1], self.general[-1][1]
+        return f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
 
     def start_wandb(self, config, settings, run_id):
         """Starts or resumes a wandb run; returns its id. A run that cannot be followed there goes on without."""
@@ -165,13 +181,15 @@ class Metrics:
             top.plot(tokens, smooth(losses), color="tab:blue", linewidth=1.5, label="training, smoothed")
             middle.plot(tokens, rates, color="tab:green")
             bottom.plot(tokens, speeds, color="tab:gray", linewidth=0.8)
-            settled = [x for x in losses[len(losses) // 50:] + tuple(v for _, v in self.val) if x is not None and x < float("inf")]
+            settled = [x for x in losses[len(losses) // 50:] + tuple(v for _, v in self.val + self.general) if x is not None and x < float("inf")]
             if settled:  # the fall from a random guess would squeeze the rest of the curve
                 margin = 0.05 * (max(settled) - min(settled)) or 0.1
                 top.set_ylim(min(settled) - margin, max(settled) + margin)
         if self.val:
             best = min(loss for _, loss in self.val)
             top.plot(*zip(*self.val), color="tab:orange", marker="o", markersize=4, label=f"validation, best {best:.4f}")
+        if self.general:
+            top.plot(*zip(*self.general), color="tab:purple", marker="s", markersize=4, label=f"general text, {self.general[0][1]:.4f} at first")
         for tokens in self.restarts:
             top.axvline(tokens, color="tab:red", linestyle=":", linewidth=1, label="resumed" if tokens == self.restarts[0] else None)
         top.set_ylabel("loss (nats a token)")
@@ -196,7 +214,7 @@ class Metrics:
             print(f"warning: {picture} was not drawn: {error.strerror}", file=sys.stderr)
 
 
-def describe(model, config, train_data, val_data, batches, place):
+def describe(model, config, feed, place):
     """The few lines at the start of a log that say what is trained on what."""
     sizes = {n: (p.numel(), p.dim()) for n, p in model.named_parameters()}
     total = sum(size for size, _ in sizes.values())
@@ -204,19 +222,21 @@ def describe(model, config, train_data, val_data, batches, place):
     def count(*parts):
         return sum(size for name, (size, _) in sizes.items() if any(part in name for part in parts))
 
-    per_epoch = batches.n_windows * config.block_size / config.total_batch_size
+    per_epoch = feed.train.epoch * config.block_size / config.total_batch_size
+    reference = " (GPT-2 124M's reference: 491,520)" if config.init_from == "scratch" else ""
     device = place.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    validation = f"; validation {min(val_data.n_tokens, config.eval_tokens):,} of {val_data.n_tokens:,} tokens" if val_data else ""
+    held_out = [f"\n{name}: {min(reader.dataset.n_tokens, config.eval_tokens):,} of {reader.dataset.n_tokens:,} tokens of {reader.dataset.path}"
+                for name, reader in (("validation", feed.val), ("general text", feed.general)) if reader]
     layout = "" if place.layout == "single" else f", {place.layout} on {place.ranks} processes"
     if max(place.shape.values()) > 1:
         layout += f" ({', '.join(f'{axis} {n}' for axis, n in place.shape.items() if n > 1)})"
     return "\n".join((
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
         f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",
-        f"data: {train_data.description}{validation}",
-        f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size} (GPT-2 124M's "
-        f"reference: 491,520); an epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
+        f"data: {feed.train.description}{''.join(held_out)}",
+        f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size}{reference}; an "
+        f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
         f"device: {device.type} ({where}), {config.dtype}{', compiled' if config.compile else ''}{layout}{', deterministic' if config.deterministic else ''}\n"))
 
 

@@ -5,6 +5,7 @@ objects that a run trains with, cut as FSDP2 cuts them. No GPU and no data are n
 """
 
 import copy
+import dataclasses
 import math
 
 import torch
@@ -14,6 +15,7 @@ from data.sources import open_source
 from engine import config as settings
 from engine.errors import UserError
 from engine.families import open_weights
+from engine.feed import read_folders
 from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
@@ -23,6 +25,8 @@ from engine.tensor_parallel import cut_dim
 from model import GPT, LOSS_CHUNK
 
 ASSUMED_MFU = 0.4  # of the peak; dense models of these sizes reach 0.3 to 0.5 where the network keeps up (PaLM, arXiv 2204.02311, table 3)
+
+ASSUMED_UPDATES = 1000  # where num_epochs says how long to train, of data that are not here
 
 EXACT = ("weights", "gradients", "optimizer")  # kinds of memory; the others are estimated
 
@@ -49,6 +53,8 @@ def plan(config, world):
     if c.init_from not in ("scratch", "resume"):
         take_architecture(c, open_weights(c.init_from).model_config, c.init_from)
     vocabulary = find_vocabulary(c)
+    settings.resolve_batch(c)
+    how_long = find_updates(c)
     settings.resolve(c)
     check_batch(place, c)
     with torch.device("meta"):
@@ -78,7 +84,7 @@ def plan(config, world):
     return {
         "processes": world, "layout": place.layout, "replicas": place.replicas, "mesh": place.shape, "groups": place.groups, "dtype": precision.dtype, "vocabulary": vocabulary,
         "parameters": sum(math.prod(s) for s in shapes.values()),
-        "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters,
+        "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
         "sent": sent_bytes(c, place, linears, root, element, [shape for n, shape in here.items() if n.startswith("blocks.") and "norm" in n]),
@@ -116,6 +122,21 @@ def cut(name, shape, tp):
     """The shape of what one of `tp` ranks that share a parameter has of it."""
     dim = cut_dim(name)
     return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+
+
+def find_updates(c):
+    """Fills in max_iters where num_epochs says how long to train, from the data where it lies here already; returns how it was found."""
+    if c.num_epochs is None:
+        return ""
+    try:
+        folders = {key: find_dataset(name, settings.ROOT) for key in ("dataset", "replay_dataset") if (name := getattr(c, key))}
+        opened = dataclasses.replace(c, eval_interval=0, eval_only=False, general_dataset=None)
+        read_folders(opened, None, folders, lambda sentence: None)
+        c.max_iters = opened.max_iters
+        return f" (num_epochs={c.num_epochs:g})"
+    except UserError:
+        c.max_iters = ASSUMED_UPDATES
+        return f" (assumed: num_epochs={c.num_epochs:g} follows from the data, which is not prepared here; --max_iters=N says otherwise)"
 
 
 def held(shape, shards, index):
@@ -268,7 +289,7 @@ def print_plan(config, say):
         f"plan: {layout}, {p['dtype']} on {p['gpu']}; nothing is trained",
         f"parameters      {p['parameters']:,}; vocabulary {p['vocabulary']}",
         f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['groups']} a {'process' if p['groups'] == p['processes'] else 'group'}) "
-        f"x {p['updates']:,} updates = {short_number(p['tokens'])}",
+        f"x {p['updates']:,} updates = {short_number(p['tokens'])}{p['how_long']}",
         f"FLOPs           {short_number(p['flops_per_token'])} a token, {p['flops']:.3g} in all",
         f"time            {p['hours']:,.1f} hours ({short_time(3600 * p['hours'])}) at {ASSUMED_MFU:.0%} of the peak of {p['peak'] / 1e12:,.0f} TFLOP/s, "
         "assumed: a short run's mfu says what is reached",

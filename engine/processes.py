@@ -345,7 +345,7 @@ def compare_ranks(place, config, data_fingerprint):
     """UserError unless all machines run the same code on the same settings and tokens; paths and names may differ."""
     if place.store is None:
         return
-    local_keys = ("out_dir", "dataset", "init_from", "wandb_run_name")
+    local_keys = ("out_dir", "dataset", "general_dataset", "replay_dataset", "init_from", "wandb_run_name")
     settings = {k: v for k, v in as_dict(config).items() if k not in local_keys}
     digest = hashlib.sha256()
     for folder in ("", "engine", "data"):

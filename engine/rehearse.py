@@ -18,7 +18,8 @@ import time
 
 import numpy as np
 
-from data.shards import ShardWriter
+from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter
+from data.tokenizers import load_tokenizer
 from engine import checkpoint as ckpt
 from engine.config import ROOT
 from engine.errors import EXIT_FAILED, UserError
@@ -37,7 +38,7 @@ def rehearse(argv, config, place, say, train):
     settings = toy_settings(config, mesh, micro_batches=2 * ranks)
     folder = tempfile.mkdtemp(prefix="rehearsal-")
     run, log = os.path.join(folder, "run"), os.path.join(folder, "log.txt")
-    settings |= {"out_dir": run, "dataset": make_tokens(folder)}
+    settings |= {"out_dir": run, **toy_data(config, folder)}
     command = [os.path.join(ROOT, "train.py"), *argv, *[f"--{k}={v}" for k, v in settings.items()]]  # of a key given twice the last counts
     if layout == "single":
         command = [sys.executable, "-u", *command]
@@ -74,7 +75,7 @@ def rehearse_here(argv, config, place, say, train):
     if layout == "fsdp":
         mesh["dp_shard"] = place.ranks // size
     run, folder = config.out_dir + ".rehearsal", tempfile.mkdtemp(prefix="rehearsal-")
-    settings = toy_settings(config, mesh, micro_batches=2 * place.ranks) | {"out_dir": run, "dataset": make_tokens(folder)}
+    settings = toy_settings(config, mesh, micro_batches=2 * place.ranks) | {"out_dir": run, **toy_data(config, folder)}
     if place.speaks:
         shutil.rmtree(run, ignore_errors=True)
     place.from_first(None)  # nobody looks into the folder before it is empty
@@ -119,7 +120,7 @@ def toy_settings(config, mesh, micro_batches):
         "head_dim": 16 if own_head_dim else None, "mlp_hidden": max(8, round(48 * config.mlp_hidden / config.n_embd)) if config.mlp_hidden else None,
         "vocab_size": VOCABULARY, "block_size": block, "batch_size": batch, "total_batch_size": micro_batches * batch * block,
         "gradient_accumulation_steps": micro_batches, "dp_replicate": mesh["dp_replicate"], "cp": mesh["cp"], "tp": mesh["tp"],
-        "max_iters": STEPS, "warmup_iters": 2, "lr_decay_iters": STEPS, "learning_rate": 1e-3, "muon_learning_rate": 1e-3, "min_lr": None,
+        "max_iters": STEPS, "num_epochs": None, "warmup_iters": 2, "lr_decay_iters": STEPS, "learning_rate": 1e-3, "muon_learning_rate": 1e-3, "min_lr": None,
         "save_interval": SAVE_EVERY, "keep_last": 2, "keep_every": 0, "eval_interval": STEPS if config.eval_interval else 0, "eval_tokens": 256,
         "sample_tokens": 0, "log_interval": 10, "check_replicas_interval": 10 if config.check_replicas_interval else 0,
         "device": "cpu", "backend": "auto", "compile": False, "cpu_offload": False, "threads": 1, "collective_seconds": 60,
@@ -128,16 +129,30 @@ def toy_settings(config, mesh, micro_batches):
     }
 
 
-def make_tokens(folder):
-    """A data set of made-up tokens, bare shards as llm.c's: the architecture does not care what they say."""
-    path = os.path.join(folder, "tokens")
-    os.mkdir(path)
-    ids = np.random.default_rng(0)
-    for split, count in (("train", 20_000), ("val", 1_000)):
-        writer = ShardWriter(path, split, VOCABULARY)
-        writer.write(ids.integers(0, VOCABULARY, count))
-        writer.close()
-    return path
+def toy_data(config, folder):
+    """{setting: folder} of made-up data sets of the kinds that the rung reads: the architecture does not care what they say."""
+    tokenizer, rng = load_tokenizer("byte"), np.random.default_rng(0)  # of VOCABULARY ids
+
+    def make(name, counts, length):
+        """A data set of pieces of some length, each the last third to be learnt where they are records."""
+        path, splits = os.path.join(folder, name), {}
+        os.mkdir(path)
+        for split, count in counts.items():
+            writer = ShardWriter(path, split, VOCABULARY, marked=name == "records")
+            for n in length(count):
+                marks = np.where(np.arange(n) >= 2 * n // 3, LABEL, 0)
+                marks[0] |= BEGIN
+                writer.write(rng.integers(0, VOCABULARY, n), marks)
+            splits[split] = {"shards": writer.close()}
+        ckpt.write_json(os.path.join(path, "meta.json"), {"format_version": META_VERSION, "vocab_size": VOCABULARY, "tokenizer": tokenizer.identity(),
+                                                          "splits": splits})
+        return path
+
+    text = make("text", {"train": 20_000, "val": 1_000}, lambda count: [count])
+    found = {key: text for key in ("dataset", "general_dataset", "replay_dataset") if getattr(config, key)}
+    if config.task == "sft":
+        found["dataset"] = make("records", {"train": 500, "val": 20}, lambda count: rng.integers(2, 34, count))
+    return found
 
 
 def run_and_kill(command, layout, run, log):

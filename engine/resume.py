@@ -78,21 +78,21 @@ def tell_architecture(config, found, where, say):
         say(f"note: {sentence}")
 
 
-def check_resumable(resumed, config, dataset, say):
+def check_resumable(resumed, config, feed, say):
     """Stops a resume that would change the architecture, the tokenizer or, unasked, the curve; returns allowed changes."""
     saved = resumed.manifest
     if sentence := keep_saved(config, saved["config"]):
         say(f"note: {sentence}")
     changed = compare_with_saved(config, {**vars(resumed.model_config()), **saved["config"]}, resumed.path)  # older ones lack newer switches
-    old, new = saved["tokenizer"], dataset.tokenizer_identity
+    old, new = saved["tokenizer"], feed.tokenizer_identity
     if old and new and old["fingerprint"] != new["fingerprint"]:
         raise UserError(f"{resumed.path} was trained with tokenizer {old['name']} ({old['fingerprint'][:12]}), dataset {config.dataset} is "
                         f"made with {new['name']} ({new['fingerprint'][:12]}): prepare the data with the checkpoint's tokenizer")
-    if saved["dataset"] != dataset.fingerprint:
+    if saved["dataset"] != feed.fingerprint:
         if not config.allow_change:
             raise UserError(f"dataset {config.dataset} holds other tokens than {resumed.path} was trained on, which changes the curve: give "
                             "the data set it was trained on, or --allow_change to go on with this one")
-        changed.append(("dataset", saved["dataset"], dataset.fingerprint))
+        changed.append(("dataset", saved["dataset"], feed.fingerprint))
     for key, before, now in changed:
         say(f"note: {key} was {before}, is {now} from here on")
     return changed

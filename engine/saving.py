@@ -65,8 +65,7 @@ class Saver:
 
     def mend_best(self):
         """A run killed between a validation loss and the mark of its step as best gets the mark now."""
-        losses = self.metrics.val_losses
-        best = min(losses, key=losses.get, default=None)  # the first of equals, as in the loop
+        best, _ = self.metrics.best()
         if self.place.speaks and best in ckpt.list_steps(self.run) and best != best_step(self.run):
             self.mark_best(best)
 

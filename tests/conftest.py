@@ -227,3 +227,33 @@ def machines():
     finally:
         for name in names.values():
             ip("netns", "delete", name)
+
+
+def write_records(folder, **splits):
+    """A data set of records as prepare.py leaves one for SFT, by bytes. splits: train=[(ids, whether each is to be learnt)], val=..."""
+    import numpy as np
+
+    from data.shards import BEGIN, LABEL, ShardWriter
+    from data.tokenizers import load_tokenizer
+
+    os.makedirs(folder, exist_ok=True)
+    tokenizer, described = load_tokenizer("byte"), {}
+    for split, found in splits.items():
+        writer = ShardWriter(str(folder), split, tokenizer.vocab_size, shard_tokens=1000, marked=True)
+        for ids, learn in found:
+            marks = np.where(learn, LABEL, 0)
+            marks[0] |= BEGIN
+            writer.write(np.asarray(ids), marks)
+        described[split] = {"shards": writer.close()}
+    with open(os.path.join(folder, "meta.json"), "w") as f:
+        json.dump({"format_version": 1, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity(), "splits": described,
+                   "sft": {"train_on": "all"}}, f)
+    return str(folder)
+
+
+def made_up_records(lengths, seed=0, labels=0.4):
+    """[(ids, whether each is to be learnt)] for write_records: the last `labels` of each record's tokens are its answer."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(97, 117, n), np.arange(n) >= n - max(1, round(labels * n))) for n in lengths]

@@ -75,6 +75,42 @@ def uneven_labels(folder):
         torch.save({"loss": total, "norm": sync.gradient_norm().item(), "gradients": gradients}, os.path.join(folder, f"{parallel}-{place.ranks}-{place.rank}.pt"))
 
 
+LABELLED = {"uneven": (10, 100, 100, 10), "none on rank 0": (0, 60, 0, 7)}  # labels of four records
+
+
+def sft_gradients(folder, batch_size=1):
+    """The gradients of an update over four records of LABELLED under this group's layouts, one record a row."""
+    from conftest import write_records
+    from data.packing import RecordReader
+    from data.shards import TokenDataset
+
+    place = None
+    for parallel in ("ddp", "fsdp") if "RANK" in os.environ else ("single",):
+        c = config(parallel=parallel, batch_size=batch_size, block_size=128, total_batch_size=4 * 128)
+        if place is None:
+            place, precision = joined(c)
+        else:
+            processes.choose_layout(place, c)
+            place.mesh = torch.distributed.init_device_mesh("cpu", (1, place.ranks), mesh_dim_names=("dp_replicate", "dp_shard"))
+        for name, counts in LABELLED.items():
+            ids = torch.randint(0, 256, (4, 121), generator=torch.Generator().manual_seed(0)).numpy()
+            found = [(ids[i, :n + 20], [k >= 20 for k in range(n + 20)]) for i, n in enumerate(counts)]
+            reader = RecordReader(TokenDataset(write_records(os.path.join(folder, f"{name}-{parallel}-{place.rank}"), train=found), "train"), 128, pack=False)
+            model = build(place, c, precision, ModelConfig(block_size=128, vocab_size=257, n_layer=2, n_head=2, n_embd=32))
+            sync, losses, divisor = Sync(model, place, c), [], reader.labels(0, 4)
+            for i, j in enumerate(sync.mine):
+                x, y, documents = reader.batch(j * batch_size, batch_size)
+                with sync.micro_step(i):
+                    loss = sync.model(x, y, divisor=divisor, documents=documents)
+                    loss.backward()
+                losses.append(loss.detach())
+                sync.after_backward(i)
+            sync.finish_gradients()
+            total, _ = sync.sum_losses(losses)
+            gradients = {n: (p.grad.full_tensor() if parallel == "fsdp" else p.grad) for n, p in model.named_parameters()}
+            torch.save({"loss": total, "gradients": gradients}, os.path.join(folder, f"{name}-{parallel}-{place.rank}.pt"))
+
+
 def memory(folder):
     """Bytes that a rank of an FSDP group holds of a model whose blocks outweigh the rest, and its peak while it builds and loads."""
     c = config(parallel="fsdp", batch_size=1, block_size=32, total_batch_size=8 * 32)

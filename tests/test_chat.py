@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from conftest import ASSETS, ROOT
-from data.chat import CHATML, ChatTemplate
+from data.chat import CHATML, ChatTemplate, with_turns
 from data.tokenizers import load_tokenizer
 from engine.errors import UserError
 from engine.families import open_weights
 from model import GPT, generate
-from sample import Conversation, Settings, load_model
+from sample import Conversation, Settings, answer_prompts, load_model
 from test_tokenizers import gpt2, qwen3, small_json
 
 pytestmark = pytest.mark.quick
@@ -224,6 +224,114 @@ def test_messages_that_are_none_are_one_sentence(messages):
         ChatTemplate(load_tokenizer("byte")).render(messages)
 
 
+# ------------------------------------------------------------------------------------------------- what is learnt of a conversation
+
+GPT2_TALK = [system(TYPED), user("2 + 2?<|im_end|>"), assistant("\n\n4 <|im_end|><|endoftext|>"), user("Sure?"), assistant(" Yes,\n it's 4. "), user("And?"), assistant("self")]
+# with every answer that begins as the end of the prompt goes on, a byte-pair encoding would join the two
+PLACES = {"ends in a newline": CHATML,
+          "ends in a space": "{% for m in messages %}{{ 'Q: ' + m.content + '\nA: ' if m.role == 'user' else m.content + '<|im_end|>' }}{% endfor %}",
+          "ends in a word": "{% for m in messages %}{{ m.content + '<|im_start|>I my' if m.role == 'user' else m.content + '<|im_end|>\n\n' }}{% endfor %}"}
+
+
+def learnt(template, example):
+    ids, labelled = example
+    assert len(ids) == len(labelled) and labelled.dtype == bool
+    return template.tokenizer.decode([i for i, x in zip(ids, labelled) if x])
+
+
+def tuned(tokenizer, text=None):
+    """A ChatTemplate as training has it, with another template's text if one is given."""
+    template = ChatTemplate(with_turns(tokenizer))
+    if text is not None:
+        template.tokenizer.chat_template = text
+        template = ChatTemplate(template.tokenizer)
+    return template
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["byte", "gpt2"])
+def test_labels_are_the_answers_and_their_end_tokens_and_what_stands_before_is_the_prompt(kind, place):
+    template = tuned(load_tokenizer("byte") if kind == "byte" else gpt2(), PLACES[place])
+    tokenizer, talk = template.tokenizer, GPT2_TALK if place == "ends in a newline" else GPT2_TALK[1:]
+    answers = [k for k, m in enumerate(talk) if m["role"] == "assistant"]
+    (ids, labelled), = template.examples(talk)
+    assert learnt(template, (ids, labelled)) == "".join(talk[k]["content"] + "<|im_end|>" for k in answers)
+    assert tokenizer.decode(ids) == template.render(talk).text.rstrip("\n")  # nothing is lost, nothing stands behind the last answer
+    ends = [i for i, token in enumerate(ids) if token == template.end_of_turn and labelled[i]]
+    starts = [i for i in range(len(ids)) if labelled[i] and not labelled[i - 1]]
+    for k, start, end in zip(answers, starts, ends, strict=True):
+        assert ids[:start] == template.prompt(talk[:k]).ids
+        assert ids[start:end] == tokenizer.encode(talk[k]["content"])  # as the model says it, token by token
+    (last, mask), = template.examples(talk, "last")
+    assert last == ids and learnt(template, (last, mask)) == talk[-1]["content"] + "<|im_end|>"
+    if kind == "gpt2":
+        assert template.render(talk).ids[:len(ids)] != ids  # encoded as one text, a merge would have crossed the join
+    # the template's control tokens and no others
+    assert [i for i in ids if i in tokenizer.controls.values()] == [tokenizer.controls[c] for c in spelled(template.render(talk))]
+
+
+def test_qwen3_learns_each_answer_behind_the_prompt_that_it_is_given_at_sampling():
+    template = ChatTemplate(qwen3())
+    talk = [system("Be brief."), user("2 + 2?" + TYPED), assistant("\n\n4<|im_end|> "), user("Sure?"), assistant("<think>\nA sum.\n</think>\n\nYes."),
+            user("Why?"), assistant("Because", reasoning_content="\nwhy?")]
+    examples = template.examples(talk)
+    assert [learnt(template, e) for e in examples] == ["4<|im_end|> <|im_end|>", "<think>\nA sum.\n</think>\n\nYes.<|im_end|>",
+                                                       "<think>\nwhy?\n</think>\n\nBecause<|im_end|>"]
+    for (ids, labelled), k, variables in zip(examples, (2, 4, 6), ({"enable_thinking": False}, {}, {})):
+        prompt, start = template.prompt(talk[:k], **variables), int(labelled.argmax())
+        assert ids[:start] == prompt.ids and labelled[start:].all()
+        assert prompt.text == template.render(talk[:k], add_generation_prompt=True, **variables).text
+        assert ids.count(template.end_of_turn) == spelled(prompt).count("<|im_end|>") + 1
+    assert [learnt(template, e) for e in template.examples(talk, "last")] == ["<think>\nwhy?\n</think>\n\nBecause<|im_end|>"]
+
+
+def test_answers_that_the_template_leaves_as_they_are_share_a_sequence():
+    template = ChatTemplate(qwen3())
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "x"}}}
+    talk = [user("time?"), assistant("", reasoning_content="look", tool_calls=[call]), {"role": "tool", "content": "5 pm"}, assistant("5 pm.", reasoning_content="ok")]
+    example, = template.examples(talk)  # Qwen3 keeps the reasoning since the last question
+    assert learnt(template, example) == ('<think>\nlook\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {"zone": "x"}}\n</tool_call><|im_end|>'
+                                         "<think>\nok\n</think>\n\n5 pm.<|im_end|>")
+
+
+def test_labels_are_those_of_transformers_where_a_template_marks_what_is_generated(reference):
+    marking = CHATML.replace("{{ message.content }}<|im_end|>", "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
+                             "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}")
+    template, talk = tuned(load_tokenizer(os.path.join(ASSETS, "qwen3")), marking), [system("s"), user("What is it?"), assistant("It is 4."), user("ok"), assistant("a b")]
+    theirs = reference.apply_chat_template(talk, chat_template=marking, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    (ids, labelled), = template.examples(talk)
+    assert ids == theirs["input_ids"][:len(ids)] and labelled.tolist() == list(map(bool, theirs["assistant_masks"][:len(ids)]))
+    assert not any(theirs["assistant_masks"][len(ids):])
+
+
+def test_the_end_of_a_turn_is_learnt_though_it_also_pads(tmp_path):
+    template = template_of(CHATML, tmp_path, pad_token="<|im_end|>", eos_token="<|im_end|>")
+    assert learnt(template, template.examples([user("a"), assistant("b")])[0]) == "b<|im_end|>"
+
+
+def test_sentencepiece_puts_no_space_before_an_answer(tmp_path):
+    import tokenizers
+    vocabulary = [("<unk>", 0.0), ("<|im_end|>", 0.0), *((f"<0x{b:02X}>", -9.0) for b in range(256)), *((c, -5.0) for c in "▁abc]"), ("▁ab", -2.0)]
+    engine = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, 0, byte_fallback=True))
+    engine.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    engine.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    engine.add_special_tokens(["<|im_end|>"])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    template = tuned(load_tokenizer(str(tmp_path)), "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<|im_end|>' }}{% endfor %}")
+    assert template.tokenizer.decode(template.tokenizer.encode("ab")) == " ab"
+    talk = [user("ab"), assistant("ab c"), user("c"), assistant(" b")]
+    (ids, labelled), = template.examples(talk)
+    assert learnt(template, (ids, labelled)) == "ab c<|im_end|> b<|im_end|>" and ids[:labelled.argmax()] == template.prompt(talk[:1]).ids
+
+
+@pytest.mark.parametrize("text, words", [
+    ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "puts no control token behind an answer"),
+    (CHATML.replace("assistant\n", "assistant\n<think>"), "does not write this answer behind the prompt")])
+def test_a_template_that_cannot_be_learnt_from_is_refused_with_the_reason(text, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        template_of(text, tmp_path).examples([user("a"), assistant("b")])
+
+
 # ------------------------------------------------------------------------------------------------------------------ a talk
 
 
@@ -315,6 +423,30 @@ def test_an_answer_ends_at_the_end_of_turn_token(talker):
     said = "".join(again.answer("hello"))
     assert again.ids == talk.ids[:len(again.ids)] and again.ids[-1] == talk.ids[-8]
     assert said == again.messages[-1]["content"] and tokenizer.encode(said)[-1:] != again.ids[-1:]  # which is not part of what it says
+
+
+def test_what_a_chat_and_a_file_of_prompts_give_the_model_is_what_training_has(tmp_path):
+    weights = open_weights(tiny_chat(tmp_path / "m", 256, PLACES["ends in a space"]))
+    model, template = load_model(weights, torch.device("cpu")), ChatTemplate(weights.tokenizer)
+    history = [user("a"), assistant("few words"), user("more"), assistant("words, a few")]
+    asked = [*history, user("a few")]
+    expected = template.prompt(asked).ids
+    (ids, labelled), = template.examples([*asked, assistant("x")], "last")
+    assert ids[:labelled.argmax()] == expected != template.render(asked, add_generation_prompt=True).ids  # " few" is one token
+    talk = Conversation(model, weights.tokenizer, Settings(max_new_tokens=6, temperature=0))
+    talk.messages = list(history)
+    answer = "".join(talk.answer("a few"))
+    assert talk.ids[:len(expected)] == expected
+    # of a talk that goes on, the next prompt too, where the model's tokens are those of its text
+    known, end = template.prompt([user("a")]), [template.end_of_turn]
+    talk.messages, talk.text = [user("a"), assistant("few words"), user("more")], known.text + "few words<|im_end|>"
+    talk.ids = known.ids + weights.tokenizer.encode("few words") + end
+    assert talk.prompt() == (template.prompt(talk.messages).text, template.prompt(talk.messages).ids)
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": asked}))
+    answer_prompts(model, weights.tokenizer, Settings(prompts=str(tmp_path / "p.jsonl"), out=str(tmp_path / "a"), max_new_tokens=6, temperature=0))
+    assert json.loads((tmp_path / "a").read_text())["answer"] == answer
+    said = [t.item() for t in generate(model, torch.tensor([expected]), 6, temperature=0, vocab_size=weights.tokenizer.vocab_size)]
+    assert weights.tokenizer.decode(said) == answer
 
 
 class Terminal:

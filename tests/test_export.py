@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import zoo
 from conftest import ASSETS, ROOT, records, run_script, some_text, torchrun, train, TINY, as_args
+from data.chat import ChatTemplate, with_turns
 from data.shards import TokenDataset
 from data.tokenizers import byte_tokenizer, char_tokenizer, load_tokenizer
 from engine import export as exporting
@@ -20,6 +21,7 @@ from engine.families import Weights, open_weights
 from model import GPT, ModelConfig
 from sample import load_model
 from test_families import CPU, tokens
+from test_tokenizers import gpt2, small_json
 
 TEXTS = ["def f(x):\n\treturn x + 1\n", "", " ", "héllo ✓ 你好 👩‍👩‍👧 e\u0301\r\n\0 ", "it's  12345   \n\n  #don't",
          "<|endofte", "\ufffd\u2028\x85"]
@@ -253,6 +255,20 @@ def test_gpt2s_tokenizer_goes_along(tmp_path, monkeypatch):
     export(made(vocab_size=50257)[1], ours, tmp_path / "out", quiet)
     code = open(os.path.join(os.path.dirname(json.__file__), "decoder.py"), encoding="utf-8").read()
     same_ids_and_text(ours, tmp_path / "out", TEXTS + [code, some_text(3000), " don't you'LL 3.14159 \u00a0x" * 3])
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "json"])
+def test_chatmls_tokens_go_along_and_so_does_its_template(tmp_path, kind):
+    base = byte_tokenizer() if kind == "byte" else gpt2() if kind == "gpt2" else load_tokenizer(small_json(tmp_path / "small"))
+    ours = with_turns(base)
+    export(made(vocab_size=ours.vocab_size)[1], ours, tmp_path / "out", quiet)
+    theirs = same_ids_and_text(ours, tmp_path / "out", ["a few words"])
+    talk = [{"role": "user", "content": "a few"}, {"role": "assistant", "content": "words"}, {"role": "user", "content": "more"}]
+    template = ChatTemplate(ours)
+    for more in (False, True):
+        assert theirs.apply_chat_template(talk, tokenize=True, return_dict=False, add_generation_prompt=more) == template.render(talk, more).ids
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == template.stop_ids
+    assert ChatTemplate(open_weights(str(tmp_path / "out")).tokenizer).render(talk).ids == template.render(talk).ids
 
 
 def test_the_ids_of_the_ends_are_written(tmp_path):

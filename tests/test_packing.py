@@ -5,8 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conftest import made_up_records, write_records
+from data.order import WindowReader
+from data.packing import MixedReader, RecordReader, best_fit
+from data.shards import TokenDataset
 from engine import attention
 from engine.attention import Documents
+from engine.errors import UserError
 from model import IGNORE
 from test_model import SHAPES, build, noisy, tokens
 
@@ -141,3 +146,109 @@ def test_one_document_a_row_is_no_documents_at_all():
     documents = Documents([32] * 3, 3)
     assert documents.runs == [(3, 32, False)]
     assert torch.equal(model(x, y), model(x, y, documents=documents))
+
+
+# ------------------------------------------------------------------------------------------------------------- rows of records
+
+
+@pytest.mark.parametrize("room, longest", [(64, 64), (1000, 1000), (50, 9), (1, 1)])
+def test_rows_are_full_and_never_too_full(room, longest):
+    lengths = np.random.default_rng(room).integers(1, longest + 1, 3000)
+    rows = best_fit(lengths, room)
+    full = np.bincount(rows, weights=lengths)
+    assert full.min() > 0 and full.max() <= room and np.array_equal(rows, best_fit(lengths, room))
+    assert len(full) <= 1.02 * lengths.sum() / room + 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    lengths = np.random.default_rng(5).integers(2, 34, 300)  # over several shards; some fill a row of 32
+    return write_records(tmp_path_factory.mktemp("records"), train=made_up_records(lengths), val=made_up_records([9, 33], seed=1))
+
+
+def answers(reader, start, count):
+    """The labelled tokens of each document in a batch, as a sorted list of tuples."""
+    x, y, documents = reader.batch(start, count)
+    assert documents.rows == count and x.shape == y.shape == (count, 32) and documents.lengths.sum() == count * 32
+    assert np.array_equal(documents.labels.numpy(), np.flatnonzero(y.flatten() != IGNORE))
+    ends = np.cumsum(documents.lengths)
+    assert set(range(32, count * 32 + 1, 32)) <= set(ends.tolist())  # none crosses the end of a row
+    found = []
+    for end, length, padding in zip(ends, documents.lengths, documents.padding):
+        inputs, part = x.flatten()[end - length:end], y.flatten()[end - length:end]
+        assert not padding or not inputs.any() and (part == IGNORE).all()
+        known = part[:-1] != IGNORE
+        assert torch.equal(part[:-1][known], inputs[1:][known])  # what is learnt is the next token of the same record
+        found += [] if padding else [tuple(part[part != IGNORE].tolist())]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_epoch_has_every_records_labels_once_packed_or_not(folder, pack):
+    dataset = TokenDataset(folder, "train")
+    reader = RecordReader(dataset, 32, pack, seed=3)
+    lengths = np.random.default_rng(5).integers(2, 34, 300)
+    expected = sorted(tuple(ids[learn].tolist()) for ids, learn in made_up_records(lengths))
+    n = reader.n_windows
+    assert answers(reader, 0, n) == expected == answers(reader, n, n)
+    assert (n < 1.1 * (lengths - 1).sum() / 32) if pack else n == 300
+    assert reader.labels(0, n) == sum(map(len, expected))
+    assert not torch.equal(reader.batch(0, n)[0], reader.batch(n, n)[0])  # another order
+    for start, count in ((0, 1), (5, 7), (n - 3, 9)):
+        assert reader.labels(start, count) == (reader.batch(start, count)[1] != IGNORE).sum()
+        parts = [reader.batch(i, 1)[0] for i in range(start, start + count)]
+        assert torch.equal(torch.cat(parts), reader.batch(start, count)[0])
+
+
+def test_rows_that_fill_a_batch_up_bear_no_labels(folder):
+    reader = RecordReader(TokenDataset(folder, "train"), 32)
+    assert reader.which(2, 3) == [2, 3, 4]  # without a seed in the order of rows
+    x, y, documents = reader.batch(2, 3, rows=5)
+    assert x.shape == (5, 32) and (y[3:] == IGNORE).all() and documents.lengths.sum() == 160 and documents.padding[-2:].all()
+    x, y, documents = reader.batch(0, 0, rows=2)
+    assert (y == IGNORE).all() and len(documents.labels) == 0
+
+
+def test_a_record_longer_than_a_row_and_records_without_labels_are_told(folder, tmp_path):
+    dataset = TokenDataset(folder, "train")
+    with pytest.raises(UserError, match="record [0-9]+ of the train split .* has 33 tokens, block_size=16 takes 17: .*--block_size=16, or block_size=32 would"):
+        RecordReader(dataset, 16)
+    nothing = write_records(tmp_path / "none", train=[([1, 2, 3], [True, False, False])] * 4)  # nothing predicts a first token
+    with pytest.raises(UserError, match="no token with a label"):
+        RecordReader(TokenDataset(nothing, "train"), 32)
+    some = write_records(tmp_path / "some", train=[([1, 2, 3], [False] * 3), ([7], [True]), ([4, 5, 6], [False, False, True])])
+    reader = RecordReader(TokenDataset(some, "train"), 32, pack=False)
+    assert reader.n_windows == 2 and [reader.labels(i, 1) for i in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 1 / 3, 0.9])
+def test_replayed_text_is_spread_evenly_and_every_part_is_what_the_whole_says(folder, data, fraction):
+    rows = RecordReader(TokenDataset(folder, "train"), 32, seed=1)
+    text = WindowReader(TokenDataset(data, "train"), 32, seed=1)
+    reader = MixedReader(rows, text, fraction)
+    n = 400
+    which = reader.which(0, n)
+    replayed = [isinstance(w, str) for w in which]
+    for i in range(n):
+        assert abs(sum(replayed[:i + 1]) - (i + 1) * fraction) < 1.001
+    assert [w for w in which if not isinstance(w, str)] == rows.which(0, n - sum(replayed))
+    assert [w for w in which if isinstance(w, str)] == [f"replay {w}" for w in text.which(0, sum(replayed))]
+    x, y, documents = reader.batch(0, n)
+    for i in (0, 17, 200, n - 1):
+        a, b, d = reader.batch(i, 1)
+        assert torch.equal(a[0], x[i]) and torch.equal(b[0], y[i]) and reader.labels(i, 1) == (b != IGNORE).sum() and reader.which(i, 1) == [which[i]]
+        assert not replayed[i] or (b != IGNORE).all() and d.labels is None and d.lengths.tolist() == [32]
+    assert reader.labels(13, 100) == (y[13:113] != IGNORE).sum()
+    assert reader.epoch == pytest.approx(rows.n_windows / (1 - fraction)) and reader.fingerprint != rows.fingerprint
+
+
+def test_documents_of_pretraining_end_with_the_end_of_text_token(tmp_path):
+    text = np.arange(65) % 200
+    text[[4, 5, 31, 40, 64]] = 256
+    folder = write_records(tmp_path, train=[(text, [True] * 65)])
+    reader = WindowReader(TokenDataset(folder, "train"), 32, eot_id=256)
+    x, y, documents = reader.batch(0, 2)
+    assert documents.lengths.tolist() == [5, 1, 26, 9, 23] and not documents.padding.any() and documents.labels is None
+    assert documents.positions[0, :8].tolist() == [0, 1, 2, 3, 4, 0, 0, 1]
+    assert torch.equal(x, WindowReader(TokenDataset(folder, "train"), 32).batch(0, 2)[0]) and y[0, 3] == 256
+    assert WindowReader(TokenDataset(folder, "train"), 32).batch(0, 2)[2] is None

@@ -138,8 +138,8 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_half_made(tmp_path):
     lines = some_text(500_000)
     for i in range(300):
         (text / f"{i}.txt").write_text(lines)
-    code = ("import sys, train, prepare; real = prepare.prepare\n"
-            f"train.find_data = lambda name, say: (say('preparing'), real({str(text)!r}, tokenizer='gpt2', out={str(tmp_path / 'set')!r}))[1]\n"
+    code = ("import sys, train, prepare, engine.feed; real = prepare.prepare\n"
+            f"engine.feed.find_text = lambda name, say: (say('preparing'), real({str(text)!r}, tokenizer='gpt2', out={str(tmp_path / 'set')!r}))[1]\n"
             "sys.exit(train.main(sys.argv[1:]))")
     process = subprocess.Popen([sys.executable, "-u", "-c", code, "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", "--dataset=x", *as_args(TINY)], cwd=ROOT,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

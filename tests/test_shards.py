@@ -142,6 +142,63 @@ def test_the_fingerprint_is_that_of_the_tokens(tmp_path):
     assert c == d != e
 
 
+# ---- marks
+
+
+def marked(folder, n=2500, last=None):
+    """A folder of marked shards, its train ids and marks, and its meta.json's dict."""
+    dice = np.random.default_rng(1)
+    ids, marks = dice.integers(0, 257, n), dice.integers(0, 4, n)
+    if last is not None:
+        marks[-1] = last
+    os.makedirs(folder, exist_ok=True)
+    writer = ShardWriter(str(folder), "train", 257, 1000, marked=True)
+    for start in range(0, n, 333):
+        writer.write(ids[start:start + 333], marks[start:start + 333])
+    meta = {"format_version": 1, "vocab_size": 257, "tokenizer": load_tokenizer("byte").identity(), "splits": {"train": {"shards": writer.close()}}}
+    save_meta(folder, meta)
+    return ids, marks, meta
+
+
+def test_marks_stand_beside_their_tokens_over_the_shards_borders(tmp_path):
+    ids, marks, meta = marked(tmp_path)
+    assert [os.path.getsize(tmp_path / f"train_00000{i}.marks") for i in range(3)] == [1000, 1000, 500]
+    assert (tmp_path / "train_000001.marks").read_bytes() == marks[1000:2000].astype(np.uint8).tobytes()
+    dataset = TokenDataset(str(tmp_path), "train")
+    assert dataset.marked
+    for start, count in [(0, 2500), (999, 2), (500, 2000), (2499, 1), (1000, 0)]:
+        assert np.array_equal(dataset.read(start, count), ids[start:start + count])
+        part = dataset.read_marks(start, count)
+        assert part.dtype == np.uint8 and np.array_equal(part, marks[start:start + count])
+    prepared(tmp_path / "text")
+    assert not TokenDataset(str(tmp_path / "text"), "train").marked
+
+
+def test_the_fingerprint_is_that_of_the_marks_too(tmp_path):
+    marked(tmp_path / "a", last=1)
+    marked(tmp_path / "b", last=1)
+    marked(tmp_path / "c", last=0)
+    a, b, c = (TokenDataset(str(tmp_path / name), "train").fingerprint for name in "abc")
+    assert a == b != c
+
+
+def test_marks_that_do_not_go_with_their_shards_are_one_sentence(tmp_path):
+    _, _, meta = marked(tmp_path)
+    path = tmp_path / "train_000001.marks"
+    content = path.read_bytes()
+    for damaged, told in ((content[:-1], "has 999 marks, its shard 1,000 tokens"), (content + b"x", "has 1,001 marks"), (b"", "has 0 marks"), (None, "has 0 marks")):
+        path.write_bytes(damaged) if damaged is not None else os.remove(path)
+        refused(f"{path} {told}|again", tmp_path)
+    path.write_bytes(content)
+    TokenDataset(str(tmp_path), "train")
+    del meta["splits"]["train"]["shards"][1]["marks_sha256"]
+    save_meta(tmp_path, meta)
+    refused("marks for some of the train shards alone|again", tmp_path)
+    meta["splits"]["train"]["shards"][1]["marks_sha256"] = 5
+    save_meta(tmp_path, meta)
+    refused("meta.json is not what prepare.py writes", tmp_path)
+
+
 # ---- refusals
 
 

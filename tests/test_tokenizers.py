@@ -133,6 +133,39 @@ def test_the_fingerprint_follows_the_meaning_of_ids_and_nothing_else(tmp_path):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_control_tokens_can_be_added_behind_the_ids(kind, tmp_path):
+    base, wanted = make(kind, tmp_path), ("<|im_start|>", "<|im_end|>")
+    tokenizer = base.with_controls(wanted)
+    if kind == "qwen3":  # which has them
+        assert tokenizer is base
+        tokenizer = base.with_controls(wanted := ("<|im_start|>", "<|wait|>"))
+    new = [token for token in wanted if token not in base.controls]
+    assert tokenizer.vocab_size == base.vocab_size + len(new) and [tokenizer.controls[t] for t in new] == list(range(base.vocab_size, tokenizer.vocab_size))
+    assert tokenizer.extends(base) and not base.extends(tokenizer) and tokenizer.fingerprint != base.fingerprint and tokenizer.eot_id == base.eot_id
+    for text in TEXTS:
+        assert tokenizer.encode(text) == base.encode(text)  # typed, the tokens are ordinary text
+    text = "a" + new[0] + "b" + new[-1] if kind != "char" else new[0] + "a" + new[-1]
+    ids = tokenizer.encode_controls(text, tokenizer.find_controls(text))
+    assert [i for i in ids if i >= base.vocab_size] == [tokenizer.controls[new[0]], tokenizer.controls[new[-1]]] and tokenizer.decode(ids) == text
+    assert max(tokenizer.encode(TEXTS[1])) < base.vocab_size
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    tokenizer.save(folder)
+    again = tokenizer_from_identity(json.loads(json.dumps(tokenizer.identity())), str(folder))
+    assert again.fingerprint == tokenizer.fingerprint and again.identity() == tokenizer.identity()
+    assert again.encode_controls(text, again.find_controls(text)) == ids
+    assert base.identity().keys() == make(kind, tmp_path).identity().keys() and "added" not in base.identity()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("added", ["<|im_end|>", [5], [""], ["\ud800"], [["a"]], ["a"] * 2000])
+def test_an_identity_with_added_tokens_that_are_none_is_one_sentence(added):
+    with pytest.raises(UserError, match="without a valid added"):
+        tokenizer_from_identity({**load_tokenizer("byte").identity(), "added": added}, "here")
+
+
+@pytest.mark.quick
 def test_gpt2_ids_are_tiktokens_own():
     tokenizer = gpt2()
     import tiktoken
