@@ -152,7 +152,7 @@ def run_rank(argv, place, watch):
         if not config.eval_only:
             ckpt.write_json(os.path.join(run, "config.json"), {
                 "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "layout": place.layout, "world_size": place.ranks, "mesh": {"dp_replicate": place.replicas, "dp_shard": place.shards}})
+                "layout": place.layout, "world_size": place.ranks, "mesh": place.shape})
             wandb_id = metrics.start_trackers(config, resolved, step, wandb_id)
         say(settings.table(config))
         tell_report(feed.train, run, config, say)

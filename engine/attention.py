@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.context_parallel import Part
+
 
 class Documents:
     """Where the documents of a batch lie: attention is kept inside each, and each one's positions start at 0.
@@ -86,9 +88,11 @@ def attend(q, k, v, mask=None, dropout=0.0, documents=None):
     """q (B, H, T, D), k and v (B, K, S, D) with K dividing H -> (B, H, T, D).
 
     Causal, but where a mask (broadcast to (B, H, T, S) bool) says what is seen, or one new token sees all S. With documents (S = T):
-    causal inside each of them.
+    causal inside each of them, or with the part of each sequence that this rank holds, to keys on other ranks too.
     """
     options = dict(dropout_p=dropout, enable_gqa=q.size(1) != k.size(1))
+    if isinstance(documents, Part):
+        return documents.attend(q, k, v)
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=q.size(2) > 1 and mask is None, **options)
     if documents.mask is None:

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from data.shards import sync_folder
 from data.tokenizers import tokenizer_from_identity
 from engine.errors import UserError, full_disk_told
-from engine.sync import local, row_range
+from engine.sync import local, ranges, tensor_dim
 from model import ModelConfig
 
 FORMAT = "boringgpt-checkpoint"
@@ -180,7 +180,7 @@ def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=l
             if place.speaks:
                 if tokenizer:
                     tokenizer.save(partial)
-                size = finish(partial, final, place.shards, state, before_rename)
+                size = finish(partial, final, place.parts, state, before_rename)
     except UserError:
         if place.speaks:
             shutil.rmtree(partial, ignore_errors=True)
@@ -189,18 +189,17 @@ def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=l
 
 
 def write_part(partial, place, parts, parameters, pieces):
-    """Writes one rank's rows, and what is in them as part_<rank>.json for the manifest."""
-    files, index, rank, writers = {}, {}, place.rank, place.shards
+    """Writes what one rank holds, and what that is as part_<rank>.json for the manifest."""
+    files, index, rank, writers = {}, {}, place.rank, place.parts
     for part, tensors in parts.items():
         file = f"{part}.safetensors" if writers == 1 else f"{part}_{rank:05d}_of_{writers:05d}.safetensors"
         index[part], here = {}, {}
         for name, t in tensors.items():
             p = parameters[name] if name in parameters else parameters[name.rpartition(".")[0]]
-            first, behind = row_range(p)
             index[part][name] = {"shape": list(p.shape), "pieces": []}
-            if behind > first:
+            if t.numel() and (rank % place.tp == 0 or tensor_dim(p) is not None):  # of what ranks that share layers hold whole, the first one's
                 here[name] = t
-                index[part][name]["pieces"] = [{"file": file, "offset": [first] + [0] * (p.dim() - 1), "shape": list(t.shape)}]
+                index[part][name]["pieces"] = [{"file": file, "offset": [first for first, _ in ranges(p)], "shape": list(t.shape)}]
         files[file] = write_safetensors(os.path.join(partial, file), here, pieces)
     write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
 
@@ -229,13 +228,23 @@ def finish(partial, final, writers, state, before_rename):
 
 
 def covered(entry):
-    """Whether a tensor's pieces in a manifest are all of its rows, each once."""
-    at = 0
-    for start, length in sorted((piece["offset"][0], piece["shape"][0]) for piece in entry["pieces"]):
-        if start != at:
-            return False
-        at += length
-    return at == entry["shape"][0]
+    """Whether a tensor's pieces in a manifest are all of it, each value once."""
+    shape, pieces = entry["shape"], entry["pieces"]
+    if any(not len(piece["offset"]) == len(piece["shape"]) == len(shape) for piece in pieces):
+        return False
+    boxes = sorted(tuple((a, a + n) for a, n in zip(piece["offset"], piece["shape"])) for piece in pieces)
+    if any(not 0 <= a < b <= n for box in boxes for (a, b), n in zip(box, shape)):
+        return False
+    if sum(math.prod(b - a for a, b in box) for box in boxes) != math.prod(shape):
+        return False
+    # boxes are sorted by their first rows: one that meets another is not far behind it
+    for i, box in enumerate(boxes):
+        for other in boxes[i + 1:]:
+            if other[0][0] >= box[0][1]:
+                break
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other)):
+                return False
+    return True
 
 
 def copy_synced(source, target):
@@ -363,7 +372,7 @@ def check_types(manifest):
         for piece in entry["pieces"]:
             sizes([*piece["offset"], *piece["shape"]])
         if not covered(entry):
-            raise TypeError("a tensor's pieces are not all of its rows, each once")
+            raise TypeError("a tensor's pieces are not all of it, each value once")
     if values > sum(file["bytes"] for file in manifest["files"].values()):
         raise TypeError(f"{values:,} values do not fit its files")
     config = ModelConfig(**manifest["model"])
@@ -433,17 +442,20 @@ class Checkpoint:
         """Some rows of a tensor, put together from the files that hold parts of it; only those are read."""
         entry = self.manifest["tensors"][part][name]
         first, behind, _ = rows.indices(entry["shape"][0])
-        found = []
+        whole = None
         for piece in entry["pieces"]:
             start, length = piece["offset"][0], piece["shape"][0]
             a, b = max(first, start), min(behind, start + length)
             if a < b:  # opened for this tensor alone: what is read of a mapped file stays in this process's memory until it is closed
                 with safe_open(os.path.join(self.path, piece["file"]), "pt") as f:
-                    found.append((a, f.get_slice(name)[a - start:b - start]))
-        found = [t for _, t in sorted(found, key=lambda pair: pair[0])]
-        if not found:
-            return torch.empty(0, *entry["shape"][1:])
-        return found[0] if len(found) == 1 else torch.cat(found)
+                    part = f.get_slice(name)[a - start:b - start]
+                shape = [behind - first, *entry["shape"][1:]]
+                if list(part.shape) == shape:
+                    return part
+                whole = part.new_empty(shape) if whole is None else whole
+                there = (slice(a - first, b - first), *(slice(at, at + n) for at, n in zip(piece["offset"][1:], piece["shape"][1:])))
+                whole[there] = part
+        return torch.empty(0, *entry["shape"][1:]) if whole is None else whole
 
     def sources(self, part):
         """{name: (number of rows, function of a slice that reads those rows)} of a part, for fill()."""
@@ -468,12 +480,12 @@ def fill(place, parameters, tensors, sources, where, send=False):
         t = local(t)
         if reads and t.numel():
             shape, read = sources[name]
-            first, behind = row_range(owner[name])
+            (first, behind), *columns = ranges(owner[name])
             found = min(behind, shape[0]) - first
             if found < len(t):
                 t[max(0, found):].zero_()
             if found > 0:
-                t[:found].copy_(read(slice(first, first + found)))
+                t[:found].copy_(read(slice(first, first + found))[(slice(None), *(slice(a, b) for a, b in columns))])
         if send:
             torch.distributed.broadcast(t, 0)
 

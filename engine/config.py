@@ -102,6 +102,8 @@ class Config:
     # the scale: how the processes that torchrun starts share the work
     parallel: str = "auto"  # auto (ddp under torchrun, else single) | single | ddp | fsdp
     dp_replicate: int = 1  # fsdp: copies of the sharded model (HSDP); shards in each are the processes over this
+    cp: int = 1  # context parallelism: processes that share every sequence, a head and a tail part each
+    tp: int = 1  # tensor parallelism: processes that share every layer
     deterministic: bool = False  # the same bits on 1, 2, 4, 8 processes: sums in a fixed order, 1 thread unless told
     reshard_after_forward: bool = True  # fsdp: free a block's gathered parameters until its backward
     cpu_offload: bool = False  # fsdp: shards live in CPU memory
@@ -184,7 +186,7 @@ AT_LEAST = {
     "max_iters": 0, "batch_size": 1, "total_batch_size": 1, "gradient_accumulation_steps": 1, "warmup_iters": 0,
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
-    "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "check_replicas_interval": 0,
+    "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "cp": 1, "tp": 1, "check_replicas_interval": 0,
     "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 

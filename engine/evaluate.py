@@ -4,7 +4,7 @@ import torch
 
 from data.order import IGNORE, count_windows
 from engine.errors import UserError
-from engine.sync import all_gather
+from engine.sync import all_gather, of_groups
 
 
 def check_split(dataset, split, block_size):
@@ -32,8 +32,9 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
     divisor = max(1, reader.labels(0, n_windows))
     n_batches = -(-n_windows // batch_size)
     model.eval()
+    answers = answers and place.groups == place.ranks  # ranks that share a row have no answer whole
     losses, right = [], torch.zeros(2, dtype=torch.int64)
-    for i in range(place.rank, -(-n_batches // place.ranks) * place.ranks, place.ranks):
+    for i in range(place.group, -(-n_batches // place.groups) * place.groups, place.groups):
         if watch.here():
             return None
         x, y, documents = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)), rows=batch_size)
@@ -44,7 +45,7 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
             right += right_answers(hits.cpu(), y, documents)
     losses = torch.stack(losses)
     if place.ranks > 1:
-        losses = all_gather(losses).t().flatten()[:n_batches]  # (ranks, each) -> in the order of the windows
+        losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows
         right = all_gather(right.to(place.device)).sum(0)
     found = {"loss": losses.cpu().double().sum().item()}
     return {**found, "accuracy": right[0].item() / right[1].item()} if answers else found

@@ -404,8 +404,8 @@ def describe(model, config, feed, place):
     held_out = [f"\n{name}: {min(reader.dataset.n_tokens, config.eval_tokens):,} of {reader.dataset.n_tokens:,} tokens of {reader.dataset.path}"
                 for name, reader in (("validation", feed.val), ("general text", feed.general)) if reader]
     layout = "" if place.layout == "single" else f", {place.layout} on {place.ranks} processes"
-    if place.replicas > 1:
-        layout += f" ({place.replicas} replicas of {place.shards} shards)"
+    if max(place.shape.values()) > 1:
+        layout += f" ({', '.join(f'{axis} {n}' for axis, n in place.shape.items() if n > 1)})"
     return "\n".join((
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
         f"{adapters}weight decay on {sum(size for n, (size, dim) in sizes.items() if dim >= 2 and n in trained):,}",

@@ -7,6 +7,7 @@ objects that a run trains with, cut as FSDP2 cuts them. No GPU and no data are n
 import copy
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
 from engine.resume import take_architecture
 from engine.sync import power_of_two_in, shard_rows
+from engine.tensor_parallel import cut_dim
 from model import GPT, LOSS_CHUNK
 
 ASSUMED_MFU = 0.4  # of the peak; dense models of these sizes reach 0.3 to 0.5 where the network keeps up (PaLM, arXiv 2204.02311, table 3)
@@ -49,6 +51,7 @@ def plan(config, world):
     choose_layout(place, c)
     peaks = gpu_peaks(c.plan_gpu)
     precision = choose_precision("cuda", c.dtype, "bfloat16" in peaks)
+    c.device, c.dtype = c.device if c.device != "auto" else "cuda", precision.dtype
     if c.init_from not in ("scratch", "resume"):
         take_architecture(c, open_weights(c.init_from).model_config, c.init_from)
     vocabulary = find_vocabulary(c)
@@ -62,33 +65,44 @@ def plan(config, world):
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         trained = [n for n, p in model.named_parameters() if p.requires_grad]
         state = {n: tuple(t.shape) for n, t in make_optimizer(model.named_parameters(), c).state().items()}
-    in_blocks = {id(p) for block in model.blocks for m in block.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
-    linears = [p for p in model.parameters() if id(p) in in_blocks]  # the groups that sync.shard() makes
-    root = [p for p in model.parameters() if id(p) not in in_blocks]
+    here = {n: cut(n, shape, place.tp) for n, shape in shapes.items()}  # what ranks that share layers have of each
+    in_blocks = {f"blocks.{i}.{m}.{kind}" for i, block in enumerate(model.blocks) for m, module in block.named_modules()
+                 if isinstance(module, torch.nn.Linear) for kind, _ in module.named_parameters()}
+    parts = {n: Part(shape, n in trained) for n, shape in here.items()}
+    linears = [part for n, part in parts.items() if n in in_blocks]  # the groups that sync.shard() makes
+    root = [part for n, part in parts.items() if n not in in_blocks]
 
     shards = []
     for index in range(place.shards):
-        rows = [shapes.values(), [shapes[n] for n in trained], state.values()]
-        shards.append(tuple(4 * sum(held(shape, place.shards, index) for shape in part) for part in rows))
+        weights, of_trained = (4 * sum(held(here[n], place.shards, index) for n in names) for names in (here, trained))
+        of_optimizer = 4 * sum(held(cut(n.rpartition(".")[0], shape, place.tp), place.shards, index) for n, shape in state.items())
+        shards += [(weights, of_trained, of_optimizer)] * place.tp
     element = precision.autocast.itemsize if precision.autocast else 4
     memory = dict(zip(EXACT, shards[0]))
     memory["working copies"] = working_bytes(c, place, linears, root, element)
     if c.deterministic:
-        memory["sums in order"] = tree_bytes(memory["gradients"], c.micro_batches // world, place)
+        memory["sums in order"] = tree_bytes(memory["gradients"], c.micro_batches // place.groups, place)
     memory["activations"] = activation_bytes(c, element)
     memory["logits"] = logit_bytes(model, c, element)
     flops = model.flops_per_token() * c.total_batch_size * c.max_iters
     peak = peaks[precision.dtype] * 1e12
     return {
-        "processes": world, "layout": place.layout, "replicas": place.replicas, "dtype": precision.dtype, "vocabulary": vocabulary,
-        "parameters": sum(math.prod(s) for s in shapes.values()), "trained": sum(math.prod(shapes[n]) for n in trained),
+        "processes": world, "layout": place.layout, "replicas": place.replicas, "mesh": place.shape, "groups": place.groups, "dtype": precision.dtype,
+        "vocabulary": vocabulary, "parameters": sum(math.prod(s) for s in shapes.values()), "trained": sum(math.prod(shapes[n]) for n in trained),
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element),
+        "sent": sent_bytes(c, place, linears, root, element, [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n]),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
+
+
+class Part(NamedTuple):
+    """A parameter as a rank has it, or its part of one that ranks share by layers."""
+
+    shape: tuple
+    trained: bool
 
 
 def gpu_peaks(name):
@@ -116,6 +130,12 @@ def find_vocabulary(c):
     return f"{c.vocab_size:,} ({where})"
 
 
+def cut(name, shape, tp):
+    """The shape of what one of `tp` ranks that share a parameter has of it."""
+    dim = cut_dim(name)
+    return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+
+
 def find_updates(c):
     """Fills in max_iters where num_epochs says how long to train, from the data where it lies here already; returns how it was found."""
     if c.num_epochs is None:
@@ -132,7 +152,7 @@ def find_updates(c):
 
 
 def held(shape, shards, index):
-    """Elements of a parameter that shard `index` of `shards` holds: whole rows, as sync.row_range has them."""
+    """Elements of a parameter that shard `index` of `shards` holds: whole rows, as sync.ranges has them."""
     each = shard_rows(shape[0], shards)
     rows = min(shape[0], (index + 1) * each) - min(shape[0], index * each)
     return rows * math.prod(shape[1:])
@@ -140,11 +160,11 @@ def held(shape, shards, index):
 
 def padded(parameters, shards):
     """Elements of parameters once each shard is filled up to the first one's rows, which is how they travel."""
-    return sum(shards * held(tuple(p.shape), shards, 0) for p in parameters)
+    return sum(shards * held(p.shape, shards, 0) for p in parameters)
 
 
 def with_gradients(parameters):
-    return [p for p in parameters if p.requires_grad]
+    return [p for p in parameters if p.trained]
 
 
 def working_bytes(c, place, linears, root, element):
@@ -167,7 +187,7 @@ def working_bytes(c, place, linears, root, element):
 
 def tree_bytes(gradient_bytes, each, place):
     """deterministic=True: sums that wait in sync.TreeSum, one a level below the top, and under DDP what is sent and received."""
-    run = power_of_two_in(each) if place.layout != "fsdp" else 1
+    run = power_of_two_in(each) if place.layout != "fsdp" and place.cp == 1 else 1
     waiting = (run.bit_length() - 1) + ((each // run).bit_length() - 1)
     return gradient_bytes * (waiting + (3 if place.layout == "ddp" and place.ranks > 1 else 0))
 
@@ -188,60 +208,85 @@ def activation_bytes(c, element):
 
     and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
     checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
+
+    Context parallelism leaves a rank 1 / cp of the tokens; of those, tensor parallelism leaves it 1 / tp of everything but what products
+    read and the last norm's input.
     """
     C, F, H, K, D = c.n_embd, c.mlp_hidden, c.n_head, c.n_kv_head, c.head_dim
     eager = element < 4 and c.compile is False
     products = (3 if eager else 1) + (2 if eager and c.mlp == "swiglu" else 1)
-    block = 8 * C + products * element * C + element * (2 * H + 2 * K) * D + 4 * H
-    block += element * (H + K) * D if c.qk_norm else 0
-    block += element * F * (4 if c.mlp == "swiglu" else 2)
-    block += 2 * C if c.dropout else 0
+    of_heads = element * (2 * H + 2 * K) * D + 4 * H
+    of_heads += element * (H + K) * D if c.qk_norm else 0
+    of_heads += element * F * (4 if c.mlp == "swiglu" else 2)
+    stream = 8 * C + (2 * C if c.dropout else 0)
+    block = (stream + of_heads) / c.tp + products * element * C
     block += element * c.lora_rank * len(c.lora_targets.split(",")) if c.lora_rank else 0
-    blocks = 4 * C * c.n_layer + block if c.activation_checkpointing == "block" else block * c.n_layer
-    return c.batch_size * c.block_size * (blocks + (4 + 4) * C)
+    block += (2 * 4 * C if c.tp > 1 else 0) / c.tp  # the norms' outputs before they are gathered
+    blocks = 4 * C * c.n_layer / c.tp + block if c.activation_checkpointing == "block" else block * c.n_layer
+    return round(c.batch_size * c.block_size / c.cp * (blocks + (4 + 4) * C))
 
 
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
     and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
     rows, columns = model.wte.weight.shape
-    chunk, gradient = min(c.batch_size * c.block_size, LOSS_CHUNK), 4 if model.wte.weight.requires_grad else 0
+    rows //= c.tp
+    chunk, gradient = min(c.batch_size * c.block_size // c.cp, LOSS_CHUNK), 4 if model.wte.weight.requires_grad else 0
     return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
-def sent_bytes(c, place, linears, root, element):
+def sent_bytes(c, place, linears, root, element, norms):
     """{collective: bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
     reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
 
     DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
-    shard of their sum over the replicas once an update, Muon gathers its matrices once. Losses, norms and evaluation are
-    left out: some bytes, or rare. Only what is trained has gradients.
+    shard of their sum over the replicas once an update, Muon gathers its matrices once. Context parallelism gathers keys and values and
+    scatters their gradients, tensor parallelism moves the residual stream, in float32. Losses, norms and evaluation are left out: some
+    bytes, or rare. norms: those in the blocks. Only what is trained has gradients.
     """
     def ring(n):
         return (n - 1) / n
 
-    each, n = c.micro_batches // place.ranks, place.shards
+    each, n = c.micro_batches // place.groups, place.shards
+    shared = {}
+    if place.cp > 1:  # gathered for the forward (twice where it is computed again) and for the backward
+        whole = element * c.n_layer * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
+        times = 3 if c.activation_checkpointing == "block" else 2
+        shared["all-gather of keys and values"] = each * ring(place.cp) * times * whole
+        shared["reduce-scatter of keys and values"] = each * ring(place.cp) * whole
+    if place.tp > 1:
+        tokens = c.batch_size * c.block_size // place.cp
+        whole = 4 * tokens * c.n_embd
+        # a sub-layer gathers its tokens and scatters its sums, in the backward the other way round; the embeddings scatter theirs
+        forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 1 + 1 / c.batch_size
+        again = forward if c.activation_checkpointing == "block" else 0  # which ends before a block's last scatter
+        shared["all-gather of activations"] = each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
+        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
+        shared["all-reduce of activations"] = each * 2 * ring(place.tp) * (whole + 4)
+        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))  # of norms, from each rank's tokens
+    shared = {kind: round(b) for kind, b in shared.items()}
     if place.layout != "fsdp":
-        buffer = 4 * sum(p.numel() for p in with_gradients((*linears, *root)))
+        buffer = 4 * sum(math.prod(p.shape) for p in with_gradients((*linears, *root)))
         if place.ranks == 1:
             return {}
         if c.deterministic:  # sync.exchange, once for each subtree
-            times = each // power_of_two_in(each) * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
-            return {"all-to-all": round(times), "all-gather": round(times)}
-        return {"all-reduce": round(2 * ring(place.ranks) * buffer)}
+            run = power_of_two_in(each) if place.cp == 1 else 1
+            times = each // run * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
+            return {"all-to-all": round(times), "all-gather": round(times), **shared}
+        return {"all-reduce": round(2 * ring(place.ranks) * buffer), **shared}
     blocks, whole = padded(linears, n), padded(root, n)
     gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
     scattered = 4 * padded(with_gradients((*linears, *root)), n)
     if c.optimizer == "muon":  # gathers whole matrices once, in float32
-        gathered += 4 * padded([p for p in with_gradients(linears) if p.dim() == 2], n) / each
+        gathered += 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n) / each
     sent = {"all-gather": round(each * ring(n) * gathered)}
     sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
     if (r := place.replicas) > 1 and c.deterministic:
         sent["all-gather of replicas"] = round(each * (r - 1) * scattered / n)
     elif r > 1:
         sent["all-reduce"] = round(2 * ring(r) * scattered / n)
-    return {kind: b for kind, b in sent.items() if b}
+    return {kind: b for kind, b in {**sent, **shared}.items() if b}
 
 
 # ---------------------------------------------------------------------------------------------------------- showing it
@@ -256,14 +301,15 @@ def print_plan(config, say):
         kinds.append(f"  {kind:<16}{size(b):>10}{where}{', in the memory of the host' if kind in p['on_host'] else ''}")
     total = sum(b for kind, b in memory.items() if kind not in p["on_host"])
     layout = {"single": "one process", "ddp": f"{p['processes']} processes, DDP", "fsdp": f"{p['processes']} processes, FSDP"}[p["layout"]]
-    if p["replicas"] > 1:
-        layout += f" in {p['replicas']} replicas of {len(p['shards'])} shards (HSDP)"
+    if max(p["mesh"].values()) > 1:
+        layout += f" ({', '.join(f'{axis} {n}' for axis, n in p['mesh'].items() if n > 1)})"
     micro, rows, length = p["batch"]
     trained = "" if p["trained"] == p["parameters"] else f", of which {p['trained']:,} are trained"
     lines = [
         f"plan: {layout}, {p['dtype']} on {p['gpu']}; nothing is trained",
         f"parameters      {p['parameters']:,}{trained}; vocabulary {p['vocabulary']}",
-        f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['processes']} a process) "
+        f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['groups']} a "
+        f"{'process' if p['groups'] == p['processes'] else 'group'}) "
         f"x {p['updates']:,} updates = {short_number(p['tokens'])}{p['how_long']}",
         f"FLOPs           {short_number(p['flops_per_token'])} a token, {p['flops']:.3g} in all",
         f"time            {p['hours']:,.1f} hours ({short_time(3600 * p['hours'])}) at {ASSUMED_MFU:.0%} of the peak of {p['peak'] / 1e12:,.0f} TFLOP/s, "

@@ -9,6 +9,7 @@ import datetime
 import glob
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -34,13 +35,16 @@ class Place:
     """Where this process stands among the others."""
 
     rank: int = 0
-    ranks: int = 1  # data-parallel ranks: all there are
+    ranks: int = 1  # all there are: replicas x data-parallel shards x cp x tp, the last changing fastest
     local_rank: int = 0
     store: Any = None  # torchrun's key-value store; None where there is one process
     layout: str = "single"  # single | ddp | fsdp
     replicas: int = 1  # HSDP: copies of the sharded model
+    cp: int = 1  # ranks that share each sequence
+    tp: int = 1  # ranks that share each layer
     device: Any = None
-    mesh: Any = None
+    mesh: Any = None  # fsdp: how parameters are held, (dp_replicate, dp_shard[, tp]); ranks that share a sequence hold shards each
+    context_group: Any = None  # cp: the ranks that share this one's sequences
     host: str = field(default_factory=socket.gethostname)
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
@@ -49,13 +53,34 @@ class Place:
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
+    def groups(self):
+        """Groups of cp * tp ranks that take micro-batches of their own: data parallelism."""
+        return self.ranks // (self.cp * self.tp)
+
+    @property
+    def group(self):
+        return self.rank // (self.cp * self.tp)
+
+    @property
     def shards(self):
-        return self.ranks // self.replicas if self.layout == "fsdp" else 1
+        """FSDP's cut of every parameter: ranks that share a sequence hold shards too."""
+        return self.ranks // (self.replicas * self.tp) if self.layout == "fsdp" else 1
+
+    @property
+    def parts(self):
+        """Ranks that hold parts of the model which differ; the ranks after them hold the same again."""
+        return self.shards * self.tp
 
     @property
     def writes(self):
-        """Whether this rank writes to checkpoints: replicas hold the same rows, the first one's ranks write."""
-        return self.rank < self.shards
+        """Whether this rank writes to checkpoints."""
+        return self.rank < self.parts
+
+    @property
+    def shape(self):
+        """The device mesh as a run's config.json has it."""
+        sharded = self.layout == "fsdp"
+        return {"dp_replicate": self.replicas, "dp_shard": self.groups // self.replicas if sharded else 1, "cp": self.cp, "tp": self.tp}
 
     @property
     def speaks(self):
@@ -65,6 +90,10 @@ class Place:
     @property
     def shard_group(self):
         return self.mesh["dp_shard"].get_group()
+
+    @property
+    def tensor_group(self):
+        return self.mesh["tp"].get_group()
 
     @property
     def replica_group(self):
@@ -183,9 +212,9 @@ def join():
 
 def choose_layout(place, config):
     """single, ddp or fsdp, and how many replicas; UserError where the ranks do not fit the settings."""
-    layout = config.parallel
+    layout, shared = config.parallel, config.cp * config.tp
     if layout == "auto":
-        layout = "fsdp" if config.dp_replicate > 1 else "ddp" if place.ranks > 1 else "single"
+        layout = "fsdp" if config.dp_replicate > 1 or config.tp > 1 else "ddp" if place.ranks > 1 or config.cp > 1 else "single"
     problems = []
     if layout in ("ddp", "fsdp") and place.store is None:
         problems.append(f"parallel={layout} needs the processes that torchrun starts: torchrun --standalone --nproc_per_node=N train.py ...; "
@@ -194,15 +223,30 @@ def choose_layout(place, config):
         problems.append(f"parallel=single, but torchrun started {place.ranks} processes: parallel=ddp or fsdp would use them")
     if config.dp_replicate > 1 and layout != "fsdp":
         problems.append(f"dp_replicate={config.dp_replicate} makes replicas of a sharded model: parallel=fsdp would work")
-    elif place.ranks % config.dp_replicate:
-        works = [str(r) for r in range(1, place.ranks + 1) if place.ranks % r == 0]
-        problems.append(f"dp_replicate={config.dp_replicate} does not divide {place.ranks} processes: {', '.join(works)} would work")
+    elif place.store is not None and place.ranks % (config.dp_replicate * shared):
+        problems.append(wrong_mesh(place.ranks, config))
+    if config.tp > 1 and layout != "fsdp" and place.store is not None:
+        problems.append(f"tp={config.tp} under parallel={layout}: what tensor parallelism leaves whole is kept by fsdp, on one shard too; parallel=fsdp "
+                        "or auto would work")
     if config.deterministic and place.ranks & (place.ranks - 1):
         problems.append(f"deterministic=True sums in a binary tree over the processes: {place.ranks} is no power of two, "
                         f"{1 << (place.ranks.bit_length() - 1)} or {1 << place.ranks.bit_length()} would work")
     if problems:
         raise UserError(*problems)
-    place.layout, place.replicas = layout, config.dp_replicate
+    place.layout, place.replicas, place.cp, place.tp = layout, config.dp_replicate, config.cp, config.tp
+
+
+def wrong_mesh(ranks, config):
+    """The sentence on a mesh whose sizes do not divide the number of processes."""
+    asked = {k: getattr(config, k) for k in ("dp_replicate", "cp", "tp") if getattr(config, k) > 1}
+    product = math.prod(asked.values())
+    works = []
+    for key, value in asked.items():
+        others = product // value
+        fits = [str(v) for v in range(1, ranks + 1) if ranks % (others * v) == 0]
+        works += [f"{key}={' or '.join(fits)}"] if fits else []
+    works.append(f"{-(-ranks // product) * product} processes")
+    return f"{' * '.join(f'{k}={v}' for k, v in asked.items())} does not divide {ranks} processes: {', or '.join(works)} would work"
 
 
 def choose_device(requested):
@@ -289,14 +333,21 @@ def start(place, config):
 
 
 def check_batch(place, config):
-    """UserError unless the update's micro-batches can be shared out evenly."""
-    if config.micro_batches % place.ranks:
+    """UserError unless the update's micro-batches can be shared out evenly, and each sequence and layer."""
+    if place.cp > 1:
+        from engine.context_parallel import check_context
+        check_context(config, place)
+    if place.tp > 1:
+        from engine.tensor_parallel import check_tensor
+        check_tensor(config, place)
+    if config.micro_batches % place.groups:
         works = [str(w) for w in range(1, config.micro_batches + 1) if config.micro_batches % w == 0 and not (config.deterministic and w & (w - 1))]
-        sizes = [b for b in range(1, config.batch_size) if config.total_batch_size % (b * config.block_size * place.ranks) == 0]
+        sizes = [b for b in range(1, config.batch_size) if config.total_batch_size % (b * config.block_size * place.groups) == 0]
+        takers = "processes" if place.groups == place.ranks else f"groups of cp * tp = {place.cp} * {place.tp} processes"
         smaller = f"batch_size={sizes[-1]} (the same curve in smaller micro-batches), " if sizes else ""
         raise UserError(f"an update of {config.micro_batches} micro-batches (total_batch_size={config.total_batch_size} over batch_size * block_size = "
-                        f"{config.batch_size} * {config.block_size}) cannot be shared by {place.ranks} processes: {', '.join(works)} would work, or "
-                        f"{smaller}total_batch_size={-(-config.micro_batches // place.ranks) * place.ranks * config.batch_size * config.block_size} (another curve)")
+                        f"{config.batch_size} * {config.block_size}) cannot be shared by {place.groups} {takers}: {', '.join(works)} would work, or "
+                        f"{smaller}total_batch_size={-(-config.micro_batches // place.groups) * place.groups * config.batch_size * config.block_size} (another curve)")
 
 
 def compare_ranks(place, config, data_fingerprint):
@@ -352,7 +403,11 @@ def connect(place, backend):
         dist.init_process_group(backend, store=dist.PrefixStore("group", place.store), rank=place.rank, world_size=place.ranks,
                                 timeout=datetime.timedelta(seconds=WORK_SECONDS), device_id=place.device if place.device.type == "cuda" else None)
         if place.layout == "fsdp":
-            place.mesh = dist.init_device_mesh(place.device.type, (place.replicas, place.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+            shape = {"dp_replicate": place.replicas, "dp_shard": place.shards} | ({"tp": place.tp} if place.tp > 1 else {})
+            place.mesh = dist.init_device_mesh(place.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        if place.cp > 1:
+            place.context_group = dist.init_device_mesh(place.device.type, (place.groups, place.cp, place.tp),
+                                                        mesh_dim_names=("dp", "cp", "tp"))["cp"].get_group()
         ones = torch.ones((), device=place.device)
         dist.all_reduce(ones)
         if ones.item() != place.ranks:
@@ -385,7 +440,8 @@ def set_timeout(place, seconds):
     """How long a collective may take from here on: short in the loop's steps, where a rank that is late is a rank that is lost."""
     if place.store is None:
         return
-    groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else [])
+    groups = [dist.group.WORLD] + ([place.shard_group, place.replica_group] if place.mesh else []) + ([place.context_group] if place.cp > 1 else []) \
+        + ([place.tensor_group] if place.tp > 1 else [])
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 

@@ -7,6 +7,7 @@ for the kill: they train, save, take everything down, load and go on, in <out_di
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,8 +33,9 @@ def rehearse(argv, config, place, say, train):
     """Rehearses the loaded Config that the command line `argv` stands for; train(argv) makes a run. Returns the exit code."""
     if place.store is not None:
         return rehearse_here(argv, config, place, say, train)
-    layout, ranks, replicas = shrunk_layout(config)
-    settings = toy_settings(config, replicas, micro_batches=2 * ranks)
+    layout, mesh = shrunk_layout(config)
+    ranks = math.prod(mesh.values()) * (2 if config.parallel == "ddp" else 1)
+    settings = toy_settings(config, mesh, micro_batches=2 * ranks)
     folder = tempfile.mkdtemp(prefix="rehearsal-")
     run, log = os.path.join(folder, "run"), os.path.join(folder, "log.txt")
     settings |= {"out_dir": run, **toy_data(config, folder)}
@@ -42,12 +44,11 @@ def rehearse(argv, config, place, say, train):
         command = [sys.executable, "-u", *command]
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--max-restarts=2", *command]
-    mesh = f", {replicas} replicas of {ranks // replicas} shards" if replicas > 1 else ""
-    say(f"rehearsal: {layout} on {processes(ranks)}{mesh}, a toy of {settings['n_layer']} layers in {settings['dtype']}, {STEPS} updates")
+    say(f"rehearsal: {layout} on {processes(ranks)}, a toy of {settings['n_layer']} layers in {settings['dtype']}, {STEPS} updates")
     started = time.time()
     try:
         killed = run_and_kill(command, layout, run, log)
-        found = what_went_wrong(run, layout, ranks, replicas, killed)
+        found = what_went_wrong(run, layout, ranks, mesh, killed)
     except Failed as failure:
         found = str(failure)
     if found:
@@ -65,19 +66,23 @@ def rehearse(argv, config, place, say, train):
 
 def rehearse_here(argv, config, place, say, train):
     """The rehearsal of processes that torchrun has started already."""
-    layout, _, replicas = shrunk_layout(config)
+    layout, mesh = shrunk_layout(config)
     layout = "ddp" if layout == "single" else layout
-    if place.ranks % replicas:
-        raise UserError(f"--rehearse of {replicas} replicas on {processes(place.ranks)}: an even number of processes would work")
+    size = math.prod(n for axis, n in mesh.items() if axis != "dp_shard")
+    if place.ranks % size:
+        raise UserError(f"--rehearse of {' * '.join(f'{axis} {n}' for axis, n in mesh.items() if n > 1 and axis != 'dp_shard')} on {processes(place.ranks)}: a "
+                        f"multiple of {size} processes would work")
+    if layout == "fsdp":
+        mesh["dp_shard"] = place.ranks // size
     run, folder = config.out_dir + ".rehearsal", tempfile.mkdtemp(prefix="rehearsal-")
-    settings = toy_settings(config, replicas, micro_batches=2 * place.ranks) | {"out_dir": run, **toy_data(config, folder)}
+    settings = toy_settings(config, mesh, micro_batches=2 * place.ranks) | {"out_dir": run, **toy_data(config, folder)}
     if place.speaks:
         shutil.rmtree(run, ignore_errors=True)
     place.from_first(None)  # nobody looks into the folder before it is empty
     say(f"rehearsal: {layout} on {processes(place.ranks)}, a toy of {settings['n_layer']} layers in {settings['dtype']}, {STEPS} updates")
     for updates in (STEPS // 2, STEPS):
         train([*argv, *[f"--{k}={v}" for k, v in {**settings, "max_iters": updates}.items()]])
-    found = what_went_wrong(run, layout, place.ranks, replicas, STEPS // 2) if place.speaks else None
+    found = what_went_wrong(run, layout, place.ranks, mesh, STEPS // 2) if place.speaks else None
     found = place.from_first(found)
     say(f"error: the rehearsal failed: {found}; {run} has what it left" if found else
         f"saved after update {STEPS // 2}, taken down, loaded, and on to update {STEPS}: its curve has each of them once; all is well")
@@ -96,15 +101,14 @@ class Failed(Exception):
 
 
 def shrunk_layout(config):
-    """(layout, processes, replicas) of the rung with each axis of its mesh shrunk to 2."""
-    if config.dp_replicate > 1:
-        return "fsdp", 4, 2
-    if config.parallel in ("fsdp", "ddp"):
-        return config.parallel, 2, 1
-    return "single", 1, 1
+    """The rung's layout, and its mesh with each axis shrunk to 2."""
+    sharded = config.parallel == "fsdp" or config.dp_replicate > 1
+    mesh = {"dp_replicate": min(2, config.dp_replicate), "dp_shard": 2 if sharded else 1, "cp": min(2, config.cp), "tp": min(2, config.tp)}
+    layout = "fsdp" if sharded or config.tp > 1 else "ddp" if config.parallel == "ddp" or config.cp > 1 else "single"
+    return layout, mesh
 
 
-def toy_settings(config, replicas, micro_batches):
+def toy_settings(config, mesh, micro_batches):
     """Settings over the rung's that make it small and keep its kinds: grouped queries, a head size of its own, a wider MLP, accumulation,
     clipping, dropout, optimizer, schedule, checkpointing of activations and whatever else is not named here."""
     heads = config.n_kv_head or config.n_head
@@ -115,7 +119,7 @@ def toy_settings(config, replicas, micro_batches):
         "n_layer": 2, "n_embd": 48, "n_head": 4, "n_kv_head": 4 if heads == config.n_head else 1 if heads == 1 else 2,
         "head_dim": 16 if own_head_dim else None, "mlp_hidden": max(8, round(48 * config.mlp_hidden / config.n_embd)) if config.mlp_hidden else None,
         "vocab_size": VOCABULARY, "block_size": block, "batch_size": batch, "total_batch_size": micro_batches * batch * block,
-        "gradient_accumulation_steps": micro_batches, "dp_replicate": replicas,
+        "gradient_accumulation_steps": micro_batches, "dp_replicate": mesh["dp_replicate"], "cp": mesh["cp"], "tp": mesh["tp"],
         "max_iters": STEPS, "num_epochs": None, "warmup_iters": 2, "lr_decay_iters": STEPS, "learning_rate": 1e-3, "muon_learning_rate": 1e-3, "min_lr": None,
         "save_interval": SAVE_EVERY, "keep_last": 2, "keep_every": 0, "eval_interval": STEPS if config.eval_interval else 0, "eval_tokens": 256,
         "sample_tokens": 0, "log_interval": 10, "check_replicas_interval": 10 if config.check_replicas_interval else 0,
@@ -198,11 +202,10 @@ def holder(run):
     raise ProcessLookupError
 
 
-def what_went_wrong(run, layout, ranks, replicas, killed):
+def what_went_wrong(run, layout, ranks, mesh, killed):
     """None, or the sentence that says what a finished rehearsal should have left and did not."""
     with open(os.path.join(run, "config.json"), encoding="utf-8") as f:
         saved = json.load(f)
-    mesh = {"dp_replicate": replicas, "dp_shard": ranks // replicas if layout == "fsdp" else 1}
     if (saved["layout"], saved["world_size"], saved["mesh"]) != (layout, ranks, mesh):
         return (f"config.json has the layout {saved['layout']} on {processes(saved['world_size'])}, mesh {saved['mesh']}; expected {layout} on {ranks}, "
                 f"{mesh}")

@@ -157,7 +157,7 @@ def compare_with_saved(config, saved, where):
              f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE) + changes(ADAPTERS)[:1]]
     if wrong:
         raise UserError(*wrong)
-    curve = changes(CURVE + (["threads", "compile"] if config.deterministic else []))
+    curve = changes(CURVE + (["threads", "compile", "cp", "tp"] if config.deterministic else []))
     if curve and not config.allow_change:
         raise UserError(*[f"{k} was {old} in {where} and is {new} now, which changes the curve: give {k}={old} to go on with "
                           "the same run, or --allow_change to go on with another" for k, old, new in curve])

@@ -14,7 +14,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from engine.context_parallel import ContextParallel
 from engine.errors import Recoverable
+from engine.tensor_parallel import parallelize
 
 
 def local(t):
@@ -22,12 +24,19 @@ def local(t):
     return t.detach().to_local() if hasattr(t, "to_local") else t
 
 
-def shard_of(t):
-    """(shards, this rank's index among them, process group) of a parameter's rows; (1, 0, None) where it is whole."""
-    if not hasattr(t, "to_local"):
+def shard_of(t, dim="dp_shard"):
+    """(shards, this rank's index among them, process group) of a parameter over a dimension of the mesh; (1, 0, None) where it is whole."""
+    if not hasattr(t, "to_local") or dim not in t.device_mesh.mesh_dim_names:
         return 1, 0, None
-    dim = t.device_mesh.ndim - 1  # the last mesh dimension shards, one before it replicates
-    return t.device_mesh.size(dim), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
+    return t.device_mesh.size(t.device_mesh.mesh_dim_names.index(dim)), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
+
+
+def tensor_dim(t):
+    """The dimension in which tensor parallelism cuts a parameter, None where each rank of it has the whole."""
+    if not hasattr(t, "to_local") or "tp" not in t.device_mesh.mesh_dim_names:
+        return None
+    placement = t.placements[t.device_mesh.mesh_dim_names.index("tp")]
+    return placement.dim if placement.is_shard() else None
 
 
 def shard_rows(rows, shards):
@@ -35,12 +44,24 @@ def shard_rows(rows, shards):
     return -(-rows // shards)
 
 
+def ranges(t):
+    """[(first, behind the last)] in each dimension of a parameter, of what this rank holds: tensor parallelism's part in even cuts, and of
+    that FSDP's shard of rows."""
+    found = [(0, n) for n in t.shape]
+    if (dim := tensor_dim(t)) is not None:
+        ranks, index, _ = shard_of(t, "tp")
+        each = t.size(dim) // ranks
+        found[dim] = index * each, (index + 1) * each
+    shards, index, _ = shard_of(t)
+    first, behind = found[0]
+    each = shard_rows(behind - first, shards)
+    found[0] = min(behind, first + index * each), min(behind, first + (index + 1) * each)
+    return found
+
+
 def row_range(t):
     """(first, behind the last) row of a parameter that this rank holds."""
-    shards, index, _ = shard_of(t)
-    rows = t.size(0)
-    each = shard_rows(rows, shards)
-    return min(rows, index * each), min(rows, (index + 1) * each)
+    return ranges(t)[0]
 
 
 def whole_rows(part, p):
@@ -115,12 +136,16 @@ class Sync:
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
         self.trained = [p for p in self.parameters if p.requires_grad]  # with adapters these alone have gradients
-        each = config.micro_batches // self.ranks
-        # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch
-        self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" else 1
-        self.mine = split_micro_batches(config.micro_batches, self.ranks, place.rank, self.run)
+        # what all ranks of a layer hold whole, the first one's norm counts
+        self.counted = [p for p in self.trained if place.rank % place.tp == 0 or tensor_dim(p) is not None]
+        each = config.micro_batches // place.groups
+        # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch, and so do ranks that share sequences
+        self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" and place.cp == 1 else 1
+        self.mine = split_micro_batches(config.micro_batches, place.groups, place.group, self.run)
         self.inner, self.outer = TreeSum(), TreeSum()
         self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
+        if place.cp > 1:
+            plain.context = ContextParallel(place.context_group, self.own.waiting_apart)
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -181,10 +206,10 @@ class Sync:
             return tree_sum(losses).item(), [self.own.seconds()]
         parts = torch.stack(losses)
         gathered = all_gather(torch.cat((parts, parts.new_tensor([self.own.seconds()])))).cpu()  # (ranks, each + 1)
-        count = gathered[:, :-1].numel()
-        ordered = torch.empty(count)
-        for rank, row in enumerate(gathered[:, :-1]):
-            ordered[split_micro_batches(count, self.ranks, rank, self.run)] = row
+        rows = of_groups(gathered[:, :-1], self.place)
+        ordered = torch.empty(rows.numel())
+        for group, row in enumerate(rows):
+            ordered[split_micro_batches(rows.numel(), len(rows), group, self.run)] = row
         return tree_sum(list(ordered)).item(), gathered[:, -1].tolist()
 
     @torch.no_grad()
@@ -199,34 +224,39 @@ class Sync:
     @torch.no_grad()
     def gradient_norm(self):
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
-        gradients = [local(p.grad) for p in self.trained]
+        gradients = [local(p.grad) for p in self.counted]
         if not self.deterministic:
             squares = torch.stack([g.square().sum() if g.numel() else g.new_zeros(()) for g in gradients]).sum() \
                 if self.layout == "fsdp" else torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square()
             if self.layout == "fsdp":
                 squares = squares.to(self.place.device)
                 dist.all_reduce(squares, group=self.place.shard_group)
+                if self.place.tp > 1:
+                    dist.all_reduce(squares, group=self.place.tensor_group)
             return squares.sqrt()
         rows = [row_squares(g) for g in gradients]
         if self.layout == "fsdp":
-            rows = gather_rows(rows, self.trained, self.place.shard_group)
-        return fold(torch.cat(rows)).sqrt().float()
+            rows = gather_rows(rows, self.counted, self.place.shard_group)
+        squares = fold(torch.cat(rows))
+        if self.place.tp > 1:
+            squares = tree_sum(list(all_gather(squares, self.place.tensor_group)))
+        return squares.sqrt().float()
 
     def check_replicas(self):
         """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
-        if self.place.ranks == self.place.shards:
+        if self.place.ranks == self.place.parts:
             return  # no two ranks hold the same
         digest = hashlib.sha256()
         for p in self.parameters:
             digest.update(local(p).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         mine = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64).to(self.place.device)
         rows = all_gather(mine)[:, 0].tolist()
-        shards = self.place.shards
+        parts = self.place.parts
         wrong = []
-        for shard in range(shards):  # ranks that hold the same rows
-            held = rows[shard::shards]
+        for part in range(parts):  # ranks that hold the same
+            held = rows[part::parts]
             usual = max(held, key=held.count)
-            wrong += [i * shards + shard for i, h in enumerate(held) if h != usual]
+            wrong += [i * parts + part for i, h in enumerate(held) if h != usual]
         if wrong:
             raise Recoverable(f"the parameters of rank {', '.join(map(str, sorted(wrong)))} are not those of its replicas any more: broken memory or a "
                             "bug; the checkpoints before this step are of the ranks that agreed")
@@ -243,7 +273,7 @@ class OwnWork:
         self.cuda, self.pieces, self.started = place.device.type == "cuda", [], None
         if place.ranks == 1:
             return  # nobody to be compared with
-        model.register_forward_hook(lambda *_: self.note(self.started, self.mark()))
+        model.register_forward_hook(self.after_forward)
         for module in [model, *[block.attn.q for block in model.blocks]] if waits else []:  # the first of each group that is gathered
             module.register_forward_pre_hook(self.before_waiting, prepend=True)
             module.register_forward_pre_hook(self.after_waiting)
@@ -271,6 +301,18 @@ class OwnWork:
 
     def after_waiting(self, *_):
         self.note(self.waiting, self.mark(), sign=-1)
+
+    def after_forward(self, *_):
+        self.note(self.started, self.mark())
+        self.started = None
+
+    @contextlib.contextmanager
+    def waiting_apart(self):
+        """Around a wait for other ranks inside an operation; one of the backward does not count."""
+        start = self.mark()
+        yield
+        if self.started is not None:
+            self.pieces.append((-1, start, self.mark()))
 
     def seconds(self):
         """Of the update's pieces so far; on CUDA only once the last of them is over."""
@@ -304,6 +346,12 @@ def all_gather(t, group=None):
     return out.view(-1, *t.shape)
 
 
+def of_groups(values, place):
+    """(ranks, n) losses of every rank's micro-batches -> (groups, n), those of whole micro-batches: ranks that share sequences have a part
+    of each loss, ranks that share layers the same."""
+    return tree_sum(list(values.view(place.groups, place.cp, place.tp, -1)[:, :, 0].unbind(1)))
+
+
 def fold(x):
     """Sums the last dimension by adding its second half to its first until one is left: only elementwise additions, whose rounding
     depends neither on the number of rows nor on the machine's vector width."""
@@ -320,14 +368,15 @@ def row_squares(g):
 
 
 def gather_rows(rows, parameters, group):
-    """This rank's row sums of every parameter -> those of whole parameters, on every rank."""
+    """This rank's row sums of every parameter -> those of whole parameters (tensor parallelism's parts of them), on every rank."""
     ranks = dist.get_world_size(group)
-    sizes = [shard_rows(p.size(0), ranks) for p in parameters]  # of the padded shards, the same on all ranks
+    lengths = [p.size(0) // (shard_of(p, "tp")[0] if tensor_dim(p) == 0 else 1) for p in parameters]
+    sizes = [shard_rows(n, ranks) for n in lengths]  # of the padded shards, the same on all ranks
     flat = torch.cat([torch.nn.functional.pad(r, (0, n - len(r))) for r, n in zip(rows, sizes)])
     gathered = all_gather(flat, group)  # (ranks, all rows of a rank)
     out, at = [], 0
-    for p, n in zip(parameters, sizes):
-        out.append(gathered[:, at:at + n].reshape(-1)[:p.size(0)])
+    for length, n in zip(lengths, sizes):
+        out.append(gathered[:, at:at + n].reshape(-1)[:length])
         at += n
     return out
 
@@ -351,10 +400,12 @@ def shard(model, place, config, precision):
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 
-    With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
+    With tp > 1 layers are first cut over the ranks that share them. With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    if place.tp > 1:
+        parallelize(model, place.mesh["tp"])
     mesh = place.mesh["dp_shard"] if config.deterministic or place.replicas == 1 else place.mesh["dp_replicate", "dp_shard"]
     offload = CPUOffloadPolicy(pin_memory=place.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
     common = dict(mesh=mesh, offload_policy=offload)

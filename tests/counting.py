@@ -8,6 +8,7 @@ import os as _os
 
 import torch as _torch
 import torch.distributed as _dist
+import torch.distributed._functional_collectives as _functional
 
 from engine import optim as _optim
 from engine import sync as _sync
@@ -67,6 +68,22 @@ def _watch():
         kind.step = watched_step
     for name, times in _COLLECTIVES.items():
         setattr(_dist, name, _counted(name, getattr(_dist, name), times))
+    for name, times in {"all_gather_single": 1, "reduce_scatter_single": 1, "all_reduce": 2}.items():
+        setattr(_functional, name, _counted_of_dtensor(name, getattr(_functional, name), times))
+
+
+def _counted_of_dtensor(name, function, times):
+    """DTensor's own collectives: the group is a mesh and one of its dimensions."""
+    function = _uncounted(function)
+
+    def wrapped(t, *args, **kwargs):
+        if not _run["inside"]:
+            mesh, dim = next(a for a in (*args, *kwargs.values()) if isinstance(a, tuple))
+            ranks = mesh.size(dim)
+            whole = _bytes([t]) * (ranks if name.startswith("all_gather") else 1)
+            _run["sent"][name] = _run["sent"].get(name, 0) + times * (ranks - 1) / ranks * whole
+        return function(t, *args, **kwargs)
+    return wrapped
 
 
 if not hasattr(_dist, "_counting"):  # several runs in one process

@@ -15,7 +15,7 @@ from engine import processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
 from engine.sync import Sync, local, row_range, shard
-from model import GPT, IGNORE, ModelConfig
+from model import GPT, IGNORE, ModelConfig, rope_table
 
 
 def config(**settings):
@@ -37,6 +37,7 @@ def build(place, c, precision, model_config):
             model = GPT(model_config)
         shard(model, place, c, precision)
         model.to_empty(device="cpu")
+        model.rope = rope_table(model_config) if model_config.pos == "rope" else None
     else:
         model = GPT(model_config)
     parameters = dict(model.named_parameters())
@@ -212,6 +213,130 @@ def choices(folder):
         found = [hellaswag.choose(model, items, batch_size, place, precision, watch).tolist() for batch_size in (4, 8, 20)]
     with open(os.path.join(folder, f"choices-{place.rank}.json"), "w") as f:
         json.dump(found, f)
+
+
+def attention(folder):
+    """The largest errors of context parallelism's attention and gradients against scores written out, by case."""
+    import numpy as np
+
+    from engine.attention import Documents
+    from engine.context_parallel import ContextParallel
+
+    c = config(parallel="ddp", batch_size=1, block_size=64, total_batch_size=8 * 64, cp=processes.join().ranks)
+    place, _ = joined(c)
+    context, found = ContextParallel(place.context_group), {}
+    B, T, D = 3, 64, 16
+    padded = Documents([3, 7, 22, 32, 1, 31, 32, 64], B, padding=[False] * 5 + [True, False, False])
+    for name, documents in {"whole": None, "documents": padded}.items():
+        ids = torch.zeros(B, T) if documents is None else documents.ids()
+        seen = (ids[:, :, None] == ids[:, None]).tril()[:, None]  # (B, 1, T, T)
+        real = torch.ones(B, T, dtype=torch.bool) if documents is None else ~torch.from_numpy(np.repeat(documents.padding, documents.lengths)).view(B, T)
+        for H, K, dtype in ((4, 4, torch.float32), (6, 2, torch.float32), (3, 1, torch.float32), (4, 2, torch.bfloat16)):
+            torch.manual_seed(0)
+            whole = [torch.randn(B, heads, T, D).to(dtype).requires_grad_() for heads in (H, K, K)]
+            d_out = torch.randn(B, H, T, D).to(dtype) * real[:, None, :, None]
+            q, k, v = (t.float().repeat_interleave(H // t.size(1), 1) for t in whole)
+            y = (q @ k.mT / D**0.5).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+            y.backward(d_out.float())
+            part = context.cut(torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, dtype=torch.int64), documents)[2]
+            own = [t.detach()[:, :, part.at].clone().requires_grad_() for t in whole]
+            out = part.attend(*own)
+            out.backward(d_out[:, :, part.at])
+            errors = [((out - y[:, :, part.at]) * real[:, None, part.at, None]).abs().max()]
+            errors += [(mine.grad.float() - t.grad[:, :, part.at].float()).abs().max() for mine, t in zip(own, whole)]
+            found[f"{name} {H} {K} {dtype}"] = max(errors).item()
+    with open(os.path.join(folder, f"attention-{place.ranks}-{place.rank}.json"), "w") as f:
+        json.dump(found, f)
+
+
+def documents(folder):
+    """Loss and gradients of a batch of packed records with padding, of which few tokens bear labels, on the mesh that FOLDER/mesh.json says."""
+    from engine.attention import Documents
+
+    with open(os.path.join(folder, "mesh.json")) as f:
+        meshes = json.load(f)
+    shapes = {"gpt2": dict(n_kv_head=4, bias=True), "qwen3": dict(bias=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, head_dim=20, tie_embeddings=False)}
+    place = None
+    for name, mesh in meshes.items():
+        c = config(**{**dict(batch_size=3, block_size=32, total_batch_size=3 * 32), **mesh})
+        if place is None:
+            place, precision = joined(c)
+        else:
+            torch.distributed.destroy_process_group()
+            processes.choose_layout(place, c)
+            place.store = torch.distributed.PrefixStore(name, place.store)
+            processes.connect(place, "gloo")
+        for shape, more in shapes.items():
+            model_config = ModelConfig(**{**dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=48), **more})
+            model = build(place, c, precision, model_config)
+            sync = Sync(model, place, c)
+            torch.manual_seed(0)
+            x, y = (torch.randint(0, 97, (3, 32)) for _ in range(2))
+            labels = torch.tensor([1, 2, 9, 30, 31, 40, 41, 42, 70])  # some ranks have none
+            found = []
+            for labelled, together in ((None, True), (None, False), (labels, False)):
+                if place.group:  # the batch is the first group's; the others have one without labels
+                    labelled = torch.tensor([], dtype=torch.int64)
+                documents = Documents([32] * 3 if together else [3, 7, 6, 16, 1, 30, 1, 32], 3, labels=labelled,
+                                      padding=None if together else [False] * 6 + [True, False])
+                documents = None if together and labelled is None else documents  # whole rows
+                targets = y if labelled is None else torch.full_like(y, IGNORE).view(-1).index_copy(0, labelled, y.view(-1)[labelled]).view(3, 32)
+                with sync.micro_step(0):
+                    loss = sync.model(x, targets, divisor=9.0, documents=documents)
+                    loss.backward()
+                sync.after_backward(0)
+                total, _ = sync.sum_losses([loss.detach()])
+                found.append({"loss": total, "norm": sync.gradient_norm().item(), "gradients": {
+                    n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone() for n, p in model.named_parameters()}})
+                for p in model.parameters():
+                    p.grad = None
+            torch.save(found, os.path.join(folder, f"{name}-{shape}-{place.rank}.pt"))
+
+
+def context_memory(folder):
+    """Bytes that autograd keeps of a forward pass over 2,048 tokens, whole and as a rank's part; and a step over 32,768 tokens."""
+    c = config(batch_size=1, block_size=32768, total_batch_size=32768, cp=4)
+    place, precision = joined(c)
+    model_config = ModelConfig(block_size=32768, vocab_size=50304, n_layer=2, n_head=2, n_embd=32, bias=False, norm="rmsnorm", pos="rope", mlp="swiglu")
+    model = build(place, c, precision, model_config)
+    sync = Sync(model, place, c)
+
+    def kept(tokens):
+        parameters, seen = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}, {}
+
+        def pack(t):
+            if t.untyped_storage().data_ptr() not in parameters and t.shape != model.wte.weight.shape:
+                seen[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(tokens, tokens)
+        return sum(t.untyped_storage().nbytes() for t in seen.values())
+
+    tokens = torch.randint(0, 50304, (1, 2048))
+    part = kept(tokens)
+    context, model.context = model.context, None
+    whole = kept(tokens)
+    model.context = context
+    torch.distributed.barrier()
+    before, peak, watching = rss(), [0], True
+
+    def watch():
+        while watching:
+            peak.append(rss())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    tokens = torch.randint(0, 50304, (1, 32768), generator=torch.Generator().manual_seed(0))
+    loss = sync.model(tokens, tokens.roll(-1), divisor=32768)
+    loss.backward()
+    total, _ = sync.sum_losses([loss.detach()])
+    norm = sync.gradient_norm().item()
+    watching = False
+    thread.join()
+    with open(os.path.join(folder, f"context-{place.rank}.json"), "w") as f:
+        json.dump({"part": part, "whole": whole, "peak": max(peak) - before, "loss": total, "norm": norm}, f)
 
 
 def rss():

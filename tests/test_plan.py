@@ -19,15 +19,17 @@ from model import GPT
 
 # every rung: processes, layout, the smallest GPU that it says it needs, and the processes and the mesh of its rehearsal
 RUNGS = {
-    "quickstart": (1, "single", "T4", 1, (1, 1)),
-    "shakespeare_char": (1, "single", "T4", 1, (1, 1)),
-    "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1)),
-    "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_124m_2node": (2, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_350m": (4, "ddp", "RTX 4090", 2, (1, 1)),
-    "gpt2_774m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2)),
-    "gpt2_1558m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2)),
-    "llama_8b_hsdp": (16, "fsdp", "H100", 4, (2, 2)),
+    "quickstart": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "shakespeare_char": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
+    "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_124m_2node": (2, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_350m": (4, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
+    "gpt2_350m_long": (8, "ddp", "RTX 4090", 4, (1, 1, 2, 1)),
+    "gpt2_774m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2, 1, 1)),
+    "gpt2_1558m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2, 1, 1)),
+    "llama_8b_hsdp": (16, "fsdp", "H100", 4, (2, 2, 1, 1)),
+    "llama_8b_tp_fsdp": (16, "fsdp", "H100", 4, (1, 2, 1, 2)),
 }
 
 
@@ -39,6 +41,7 @@ def config_of(*argv):
 
 # rows that do not divide by the shards, and a norm of 6 values, of which the last of four shards holds none
 UNEVEN = {**TINY, "n_embd": 45, "mlp_hidden": 131, "block_size": 15, "total_batch_size": 8 * 30, "max_iters": 3, "dtype": "float32"}
+LONGER = dict(block_size=16, total_batch_size=8 * 32, n_embd=44, mlp_hidden=132, n_head=4)  # what a mesh asks to be even
 MODERN = dict(tie_embeddings=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, n_head=4, n_kv_head=2, head_dim=6)
 LORA = dict(lora_rank=3, init_from="scratch")
 COUNTED = {  # processes: {name: settings}
@@ -49,7 +52,9 @@ COUNTED = {  # processes: {name: settings}
         "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),
         "hsdp-lora-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True, optimizer="muon", lora_targets="q,up", **LORA),
         "hsdp": dict(parallel="fsdp", dp_replicate=2), "hsdp-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True),
-        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN)},
+        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN),
+        "cp4": dict(cp=4, **LONGER), "cp2-fsdp": {**LONGER, **MODERN, "cp": 2, "parallel": "fsdp", "activation_checkpointing": "block"},
+        "tp2-cp2": {**LONGER, **MODERN, "tp": 2, "cp": 2, "bias": True}, "tp2-fsdp": dict(tp=2, activation_checkpointing="block", **LONGER)},
 }
 
 
@@ -172,7 +177,7 @@ def test_every_config_opens_with_what_it_teaches_needs_and_shows():
 def test_a_plan_is_printed_without_training(tmp_path):
     result = run_script("train.py", "configs/llama_8b_hsdp.py", "--plan=16", f"--out_dir={tmp_path / 'run'}", "--activation_checkpointing=none")
     assert result.code == 0 and not (tmp_path / "run").exists() and not result.err
-    for words in ("2 replicas of 8 shards", "8,030,261,248", "H100: too much", "activation_checkpointing=block", "all-gather", "96.4 GB on disk"):
+    for words in ("dp_replicate 2, dp_shard 8", "8,030,261,248", "H100: too much", "activation_checkpointing=block", "all-gather", "96.4 GB on disk"):
         assert words in result.out, words
     for arguments, words in [(["--plan_gpu=H10"], "H100"), (["--plan=3"], "1, 2, 4"), (["--plan=-1"], "at least 0")]:
         result = run_script("train.py", "configs/gpt2_124m.py", "--plan=2", *arguments)
@@ -189,10 +194,10 @@ def test_sizes_are_readable():
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_every_rung_rehearses_with_a_process_killed_on_the_way(name, tmp_path):
-    _, layout, _, processes, (replicas, shards) = RUNGS[name]
+    _, layout, _, processes, mesh = RUNGS[name]
     result = run_script("train.py", f"configs/{name}.py", "--rehearse", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert result.code == 0, result.out + result.err
-    assert f"mesh: {layout}, {processes} process" in result.out and f"dp_replicate {replicas}, dp_shard {shards}" in result.out
+    assert f"mesh: {layout}, {processes} process" in result.out and ", ".join(f"{axis} {n}" for axis, n in zip(("dp_replicate", "dp_shard", "cp", "tp"), mesh)) in result.out
     assert re.search(r"went on from the checkpoint of update \d+ to the end", result.out) and "each of the 40 updates once" in result.out
     assert not os.listdir(tmp_path), "it leaves nothing behind"
 

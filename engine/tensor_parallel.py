@@ -1,0 +1,116 @@
+"""Tensor parallelism: the ranks of a group hold a part of every layer each, for layers that do not fit one device.
+
+Megatron-LM's cut (Shoeybi and others, arXiv 1909.08053): a rank has some heads of attention and some columns of the MLP, so that two
+collectives a sub-layer are all it takes; between them, where norms and the residual stream work on tokens one by one, it has some tokens
+of each sequence (sequence parallelism; Korthikanti and others, arXiv 2205.05198). The embedding is cut by rows of the vocabulary, and
+so is the head: a rank has the logits of its part of the vocabulary, and the loss is put together from a few numbers a token.
+
+The cuts are DTensor's plans for the modules of model.py; FSDP then shards what a rank holds (engine/sync.py).
+"""
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import UserError
+
+
+def parallelize(model, mesh):
+    """Cuts a GPT in place over a mesh of one dimension, by DTensor's plans, for every family: all have the one block of model.py."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    tokens = Shard(1)  # of the residual stream (B, T, C)
+    plan = {"wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens), "head": ColwiseParallel()}
+    if model.wpe is not None:
+        plan["wpe"] = plan["wte"]
+    for i in range(len(model.blocks)):
+        of_block = {
+            "norm1": SequenceParallel(), "norm2": SequenceParallel(),
+            "attn": PrepareModuleInput(input_layouts=(tokens, None, None, None), desired_input_layouts=(Replicate(), None, None, None)),
+            "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),)),
+            **{f"attn.{name}": ColwiseParallel() for name in "qkv"}, "attn.o": RowwiseParallel(output_layouts=tokens),
+            # a rank's heads: (B, T, H / tp, D), cut in the third dimension
+            "attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True), "attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+            "mlp.up": ColwiseParallel(), "mlp.gate": ColwiseParallel(), "mlp.down": RowwiseParallel(output_layouts=tokens),
+        }
+        plan |= {f"blocks.{i}.{name}": style for name, style in of_block.items()}
+    there = {name for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in there}, src_data_rank=None)
+    model.tensor = TensorParallel(mesh.get_group())
+
+
+def cut_dim(name):
+    """The dimension in which a parameter of model.py is cut, by its name; None where each rank has the whole. parallelize() does it."""
+    module, kind = name.rsplit(".", 2)[-2:]
+    if module in ("wte", "wpe", "head", "q", "k", "v", "up", "gate"):
+        return 0
+    return 1 if module in ("o", "down") and kind == "weight" else None
+
+
+class TensorParallel:
+    """One rank's place in a group whose ranks share layers: what GPT.forward does beside the plans."""
+
+    def __init__(self, group):
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def even(self, tokens):
+        """(B, T) filled up so that T divides by tp: what comes later changes nothing before it."""
+        return torch.nn.functional.pad(tokens, (0, -tokens.size(1) % self.size))
+
+    def whole(self, x, T):
+        """(B, T / tp, C) of each rank -> (B, T, C) on all. They all do the same with it, so a gradient goes back without a sum."""
+        return _Whole.apply(x, self)[:, :T]
+
+    def logits(self, x, weight):
+        """(B, T, C) on all ranks, and each one's rows (V / tp, C) of the head -> (B, T, V), while no gradient is asked for."""
+        part = torch.nn.functional.linear(x, weight)
+        return torch.cat(self.gather(part).unbind(), dim=-1)
+
+    def gather(self, t):
+        """(tp, *shape of t): every rank's."""
+        t = t.contiguous()
+        out = t.new_empty(self.size, *t.shape)
+        dist.all_gather_single(out.view(-1), t.view(-1), group=self.group)
+        return out
+
+    def add_up(self, t):
+        """The sum over the ranks, in place."""
+        dist.all_reduce(t, group=self.group)
+        return t
+
+    def log_softmax_(self, logits):
+        """Logits of this rank's part of the vocabulary (N, V / tp) float32 -> log-probabilities in the whole of it, in place."""
+        lse = self.gather(torch.logsumexp(logits, dim=-1)).logsumexp(dim=0)
+        return logits.sub_(lse[:, None])
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, tensor):
+        ctx.tensor, ctx.tokens = tensor, x.size(1)
+        return torch.cat(tensor.gather(x).unbind(), dim=1)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d.narrow(1, ctx.tensor.rank * ctx.tokens, ctx.tokens).contiguous(), None
+
+
+def check_tensor(config, place):
+    """UserError where the sizes of the model or the settings of a run do not fit tensor parallelism."""
+    c, problems = config, []
+    hidden = c.mlp_hidden or 64  # a default is a multiple of 64 or of n_embd
+    sizes = {"n_head": c.n_head, "n_kv_head": c.n_kv_head or c.n_head, "block_size / cp": c.block_size // c.cp, "mlp_hidden": hidden}
+    if wrong := [f"{name}={n}" for name, n in sizes.items() if n % c.tp]:
+        works = [str(t) for t in range(1, place.ranks // c.cp + 1) if place.ranks % (t * c.cp) == 0 and not any(n % t for n in sizes.values())]
+        problems.append(f"tp={c.tp} does not divide {', '.join(wrong)}: heads, the MLP's columns and tokens are dealt out evenly; tp={' or '.join(works)} would work")
+    if c.dropout:
+        problems.append(f"dropout={c.dropout} with tp={c.tp}: which numbers are dropped would follow the cut of the layers, another curve for each tp; "
+                        "dropout=0 would work, or tp=1")
+    if c.optimizer == "muon":
+        problems.append(f"optimizer=muon with tp={c.tp}: it works on whole matrices, and these are cut in both directions; optimizer=adamw would work, or tp=1")
+    if c.lora_rank:
+        problems.append(f"lora_rank={c.lora_rank} with tp={c.tp}: adapters are not cut with their matrices yet; tp=1 would work, with parallel=fsdp")
+    if c.hellaswag:
+        problems.append(f"hellaswag={c.hellaswag} with tp={c.tp}: ranks that share layers would score other items; tp=1 would work, or no hellaswag")
+    if problems:
+        raise UserError(*problems)
