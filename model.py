@@ -394,7 +394,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
             d_loss = d_loss * ctx.late
             d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), None if d_weight is None else d_weight * d_loss
-        return d_hidden, d_weight, None, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
