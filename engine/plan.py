@@ -53,7 +53,11 @@ def plan(config, world):
     precision = choose_precision("cuda", c.dtype, "bfloat16" in peaks)
     c.device, c.dtype = c.device if c.device != "auto" else "cuda", precision.dtype
     if c.init_from not in ("scratch", "resume"):
-        take_architecture(c, open_weights(c.init_from).model_config, c.init_from)
+        try:
+            take_architecture(c, open_weights(c.init_from).model_config, c.init_from)
+        except UserError:
+            if "n_layer" not in c.given:  # the settings do not say the shape either
+                raise
     vocabulary = find_vocabulary(c)
     settings.resolve_batch(c)
     how_long = find_updates(c)

@@ -30,7 +30,11 @@ RUNGS = {
     "gpt2_1558m_fsdp": (8, "fsdp", "RTX 4090", 2, (1, 2, 1, 1)),
     "llama_8b_hsdp": (16, "fsdp", "H100", 4, (2, 2, 1, 1)),
     "llama_8b_tp_fsdp": (16, "fsdp", "H100", 4, (1, 2, 1, 2)),
+    "sft_quickstart": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "qwen3_sft": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
+    "qwen3_8b_sft_fsdp": (8, "fsdp", "H100", 2, (1, 2, 1, 1)),
 }
+BRIEF = ("quickstart", "sft_quickstart", "gpt2_350m_long", "llama_8b_hsdp")  # rehearsed by default: one process, SFT, cp, replicas of shards
 
 
 def config_of(*argv):
@@ -158,10 +162,10 @@ def test_the_rungs_have_the_sizes_of_the_models_that_they_name():
     """Against the sizes that the models' authors give, which count no padding of the vocabulary."""
     def parameters(name):
         c = config_of(f"configs/{name}.py")
-        return plan(c, RUNGS[name][0])["parameters"] - (0 if name.startswith("llama") else (50_304 - 50_257) * c.n_embd)
+        return plan(c, RUNGS[name][0])["parameters"] - (0 if name.startswith(("llama", "qwen")) else (50_304 - 50_257) * c.n_embd)
 
-    assert [parameters(n) for n in ("gpt2_124m", "gpt2_350m", "gpt2_774m_fsdp", "gpt2_1558m_fsdp", "llama_8b_hsdp")] == [
-        124_439_808, 354_823_168, 774_030_080, 1_557_611_200, 8_030_261_248]
+    assert [parameters(n) for n in ("gpt2_124m", "gpt2_350m", "gpt2_774m_fsdp", "gpt2_1558m_fsdp", "llama_8b_hsdp", "qwen3_sft", "qwen3_8b_sft_fsdp")] == [
+        124_439_808, 354_823_168, 774_030_080, 1_557_611_200, 8_030_261_248, 596_049_920, 8_190_735_360]
 
 
 @pytest.mark.quick
@@ -192,7 +196,7 @@ def test_sizes_are_readable():
 # -------------------------------------------------------------------------------------------------------------- rehearsals
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if n not in BRIEF else ()) for n in RUNGS])
 def test_every_rung_rehearses_with_a_process_killed_on_the_way(name, tmp_path):
     _, layout, _, processes, mesh = RUNGS[name]
     result = run_script("train.py", f"configs/{name}.py", "--rehearse", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
