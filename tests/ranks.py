@@ -253,10 +253,12 @@ def documents(folder):
             x, y = (torch.randint(0, 97, (3, 32)) for _ in range(2))
             labels = torch.tensor([1, 2, 9, 30, 31, 40, 41, 42, 70])  # some ranks have none
             found = []
-            for labelled in (None, labels):
+            for labelled, together in ((None, True), (None, False), (labels, False)):
                 if place.group:  # the batch is the first group's; the others have one without labels
                     labelled = torch.tensor([], dtype=torch.int64)
-                documents = Documents([3, 7, 6, 16, 1, 30, 1, 32], 3, padding=[False] * 6 + [True, False], labels=labelled)
+                documents = Documents([32] * 3 if together else [3, 7, 6, 16, 1, 30, 1, 32], 3, labels=labelled,
+                                      padding=None if together else [False] * 6 + [True, False])
+                documents = None if together and labelled is None else documents  # whole rows
                 targets = y if labelled is None else torch.full_like(y, IGNORE).view(-1).index_copy(0, labelled, y.view(-1)[labelled]).view(3, 32)
                 with sync.micro_step(0):
                     loss = sync.model(x, targets, divisor=9.0, documents=documents)
