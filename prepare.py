@@ -15,10 +15,8 @@ assistant's, and report.json what the records are like. Their folder's name ends
 """
 
 import argparse
-import array
 import collections
 import contextlib
-import datetime
 import difflib
 import fcntl
 import hashlib
@@ -32,8 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from data.shards import (BEGIN, LABEL, MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint,
-                         open_shard, read_meta, sync_folder)
+from data.shards import (MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint,
+                         open_shard, read_meta, sync_folder, write_meta)
 from data.sources import Counts, NAMED, open_source
 from data.tokenizers import char_tokenizer, load_tokenizer
 from engine.errors import EXIT_SIGNAL, UserError, full_disk, is_full_disk, run_as_script
@@ -57,6 +55,8 @@ def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, 
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard_tokens {shard_tokens}: expected 1 to {MAX_SHARD_TOKENS:,}")
     if task == "sft":
+        if file is not None or text_field != "text":
+            raise UserError("--file and --text_field are about text: give the records' file as the source, and their fields with --fields")
         return prepare_records(source, name, tokenizer, val_fraction, shard_tokens, split, skip_bad, eot, out, overwrite, quiet, train_on,
                                block_size, fields)
     if task != "pretrain":
@@ -82,7 +82,7 @@ def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, 
 def prepare_records(source, name, tokenizer, val_fraction, shard_tokens, split, skip_bad, eot, out, overwrite, quiet, train_on, block_size, fields):
     """prepare() for task "sft"."""
     from data.chat import ChatTemplate, with_turns
-    from data.records import open_records, parse_fields
+    from data.records import open_records, parse_fields, write_records
 
     if train_on not in ("all", "last"):
         raise UserError(f"--train_on {train_on}: expected all or last, the answers of a record that are learnt")
@@ -283,23 +283,9 @@ def write_dataset(folder, corpus, arguments, workers, quiet):
         "splits": splits, "empty_documents_dropped": counts.empty, "bad_records_skipped": counts.bad,
         "characters_replaced": counts.replaced, "source": corpus.description, "arguments": arguments,
         "ready_made": corpus.ready_made[0] if ready else None,
-        "date": now(),
     }
     write_meta(folder, tokenizer, meta)
     return summary(splits, counts, time.time() - start) + note
-
-
-def write_meta(folder, tokenizer, meta):
-    """The tokenizer's files and meta.json, which completes a dataset."""
-    tokenizer.save(folder)
-    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def now():
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def make_tokenizer(corpus, spec, eot):
@@ -447,124 +433,6 @@ def adopt_shards(files, split):
         except OSError:  # another disk
             shutil.copyfile(file, path)
         split.writer.shards.append(describe_shard(path, len(tokens), max_id))
-
-
-# ---- records to shards
-
-
-class RecordSplit:
-    """The marked shards of train or val while they are written. BUFFER tokens go to the disk at a time."""
-
-    BUFFER = 1 << 16
-
-    def __init__(self, folder, name, tokenizer, shard_tokens):
-        self.writer = ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, marked=True)
-        self.ids, self.marks = array.array("I"), bytearray()
-        self.records = self.sequences = self.tokens = self.labels = 0
-
-    def write(self, examples):
-        """A record's examples [(ids, labelled)]."""
-        for ids, labelled in examples:
-            self.ids.extend(ids)
-            marks = labelled * np.uint8(LABEL)
-            marks[0] |= BEGIN
-            self.marks += marks.tobytes()
-            self.tokens += len(ids)
-            self.labels += int(labelled.sum())
-        self.records += 1
-        self.sequences += len(examples)
-        if len(self.ids) >= self.BUFFER:
-            self.flush()
-
-    def flush(self):
-        self.writer.write(np.array(self.ids), np.array(self.marks))
-        self.ids, self.marks = array.array("I"), bytearray()
-
-    def close(self):
-        self.flush()
-        return {"documents": self.records, "sequences": self.sequences, "tokens": self.tokens, "labels": self.labels, "shards": self.writer.close()}
-
-
-def write_records(folder, corpus, template, arguments, quiet):
-    """Writes every file of a dataset of records into folder, meta.json last. Returns what there is to tell."""
-    from data.report import report_lines, write_report
-
-    start, threshold = time.time(), int(arguments["val_fraction"] * 2**64)
-    splits, report = encode_records(folder, corpus, template, arguments, threshold, quiet)
-    least, most = min(report.keys, default=0), max(report.keys, default=0)
-    if threshold and least < most and not least < threshold <= most:
-        # too few for their hashes to fall on both sides: again, with one record, and all that are equal to it, on the other
-        for entry in os.scandir(folder):
-            if entry.name != "lock":
-                os.remove(entry.path)
-        splits, report = encode_records(folder, corpus, template, arguments, least + 1 if least >= threshold else most, quiet)
-    seconds, found = time.time() - start, report.result()
-    if not found["labelled_tokens"]:
-        raise UserError(f"{arguments['source']}: no answer is left to learn from: " + nothing_left(found, arguments["block_size"]))
-    shards = [shard for split in splits.values() for shard in split["shards"]]
-    tokenizer = template.tokenizer
-    write_report(folder, found)
-    write_meta(folder, tokenizer, {
-        "format_version": META_VERSION, "fingerprint": fingerprint(tokenizer.fingerprint, shards), "tokenizer": tokenizer.identity(),
-        "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "splits": splits, "source": corpus.description, "arguments": arguments,
-        "sft": {"train_on": arguments["train_on"], "block_size": arguments["block_size"], "template": {"name": template.name, "hash": template.hash},
-                **{key: found[key] for key in ("shapes", "records", "sequences", "labelled_tokens", "bad_records", "trailing_messages_dropped",
-                                               "records_with_history_cut", "records_too_long", "answers_too_long")}},
-        "date": now(),
-    })
-    train, val = splits["train"], splits["val"]
-    added = tokenizer.vocab_size - min((tokenizer.controls[t] for t in tokenizer.added), default=tokenizer.vocab_size)
-    lines = [f"{train['documents']:,} train and {val['documents']:,} val records in {seconds:.1f} s: {report.records / seconds:,.0f} records/s, by {template.name}"
-             + (f"; the tokenizer has {added} control tokens more, {' and '.join(tokenizer.added)}" if added else ""), *report_lines(found)]
-    if "enable_thinking" in template.source and found["answers_without_reasoning"]:
-        lines.append(f"answers without reasoning: {found['answers_without_reasoning']:,} of {found['answers']:,}, learnt as the template leaves thinking "
-                     "out: sample.py --thinking=false asks for such")
-    return "\n  ".join(lines)
-
-
-def nothing_left(found, block_size):
-    """Why no label is left, of what a Report found."""
-    reasons = [f"{n:,} {kind}" for kind, n in found["bad_records"].items()]
-    if found["bad_records"]:
-        reasons.append(f"the last: {found['last_bad_record']}")
-    if found["records_too_long"]:
-        least = min(d["tokens"] for d in found["too_long"])
-        reasons.append(f"{found['records_too_long']:,} too long for block_size={block_size} (the first of them from {least:,} tokens on): give a larger one")
-    return "; ".join(reasons) or "it holds no records"
-
-
-def encode_records(folder, corpus, template, arguments, threshold, quiet):
-    """Writes the shards of all records, those whose key is below threshold as val; returns ({split: what meta.json says}, Report)."""
-    from tqdm import tqdm
-
-    from data.records import BadRecord, conversation, fit
-    from data.report import Report
-
-    splits = {name: RecordSplit(folder, name, template.tokenizer, arguments["shard_tokens"]) for name in ("train", "val")}
-    report, skip_bad = Report(), arguments["skip_bad"]
-    for where, record in tqdm(corpus.documents(Counts(), skip_bad), unit=" records", dynamic_ncols=True, disable=quiet or not sys.stderr.isatty()):
-        try:
-            if isinstance(record, UserError):
-                raise record
-            talk = conversation(record, arguments["fields"])
-            fitted = fit(template, talk, arguments["train_on"], arguments["block_size"])
-        except UserError as error:
-            told = str(error) if error is record else f"{where}: {error}"
-            if not skip_bad:
-                raise error if error is record else UserError(f"{told}; mend it, or pass --skip_bad to count such records instead") from None
-            report.add_bad("unreadable" if error is record else error.kind if isinstance(error, BadRecord) else "refused by the template", told)
-            continue
-        key = key_of(talk)
-        report.add(where, key, talk, fitted)
-        if fitted.examples:
-            splits["val" if key < threshold else "train"].write(fitted.examples)
-    return {name: split.close() for name, split in splits.items()}, report
-
-
-def key_of(talk):
-    """A number of 64 bits that a conversation's content gives: equal ones fall into the same split."""
-    content = json.dumps([talk.messages, talk.tools], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
 
 
 # ---- told to the person

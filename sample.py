@@ -111,9 +111,10 @@ def known(model, tokenizer, ids):
     return ids
 
 
-def stream(model, tokenizer, text, device, count=1, write=sys.stdout.write, **options):
-    """Writes `count` samples that go on from `text`, the first as its tokens come; generate()'s options pass through."""
-    ids = known(model, tokenizer, prompt_ids(tokenizer, text))
+def stream(model, tokenizer, text, device, count=1, write=sys.stdout.write, ids=None, **options):
+    """Writes `count` samples that go on from `text`, the first as its tokens come; generate()'s options pass through. `ids` are the
+    text's, where it is more than ordinary text."""
+    ids = known(model, tokenizer, prompt_ids(tokenizer, text)) if ids is None else ids
     tokens = torch.tensor([ids] * count, device=device)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character's bytes may come in several tokens
     write(text)

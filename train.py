@@ -26,13 +26,16 @@ import torch
 from data.order import derive_seed
 from engine import checkpoint as ckpt
 from engine import config as settings
-from engine import processes
+from engine import hellaswag, processes
+from engine.console import Console
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import evaluate
 from engine.families import open_weights
 from engine.feed import open_feed, tell_report
-from engine.metrics import Metrics, describe, peak_flops, short_number, short_time
+from engine.lora import add_adapters
+from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
+from engine.profiling import Profiler
 from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
 from engine.saving import Saver
 from engine.sync import Sync, shard
@@ -93,9 +96,11 @@ def run_rank(argv, place, watch):
     batches, tokenizer = feed.train, feed.tokenizer
     with place.agreement():
         model_config = settings.make_model_config(config)
+        items = hellaswag.read_items(config.hellaswag, config.hellaswag_items, tokenizer, config.block_size, config.vocab_size) if config.hellaswag else None
         changed = check_resumable(resumed, config, feed, say) if resumed else []
+        profiler = Profiler(config, place, resumed.step if resumed else 0)
     with place.agreement():
-        processes.compare_ranks(place, config, feed.everything())
+        processes.compare_ranks(place, config, [feed.everything(), items and items.fingerprint])
 
     # ------------------------------------------------------------------ the run's folder, rank 0's alone but for FSDP's shards
     with place.agreement():
@@ -120,6 +125,7 @@ def run_rank(argv, place, watch):
     else:
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
+    add_adapters(model, config)  # with lora_rank they alone are trained
     model.recompute = config.activation_checkpointing == "block"
     if config.compile:
         processes.compile_blocks(model, device, say)
@@ -139,15 +145,15 @@ def run_rank(argv, place, watch):
     # ------------------------------------------------------------------ what the log starts with
     with recovery.usable(run):
         metrics = Metrics(run, step, active=place.speaks and not config.eval_only)
-    wandb_id = resumed.manifest["wandb_run_id"] if resumed else None
+    gone_back = resumed and config.resume_step not in (None, resumed.manifest["config"].get("resume_step"))  # another curve, another wandb run
+    wandb_id = resumed.manifest["wandb_run_id"] if resumed and not gone_back else None
     versions, resolved = settings.versions(), settings.as_dict(config)
     if place.speaks:
         if not config.eval_only:
             ckpt.write_json(os.path.join(run, "config.json"), {
                 "config": resolved, "model": vars(model_config), "versions": versions, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "layout": place.layout, "world_size": place.ranks, "mesh": place.shape})
-        if config.wandb_log:
-            wandb_id = metrics.start_wandb(config, resolved, wandb_id)
+            wandb_id = metrics.start_trackers(config, resolved, step, wandb_id)
         say(settings.table(config))
         tell_report(feed.train, run, config, say)
         say(describe(model, config, feed, place))
@@ -189,25 +195,30 @@ def run_rank(argv, place, watch):
         return True
 
     def validate():
-        losses = {name: evaluate(model, reader, config.eval_tokens, config.batch_size, place, precision, watch)
-                  for name, reader in (("loss", feed.val), ("general_loss", feed.general)) if reader}
+        found = evaluate(model, feed.val, config.eval_tokens, config.batch_size, place, precision, watch, answers=config.task == "sft")
+        general = evaluate(model, feed.general, config.eval_tokens, config.batch_size, place, precision, watch) if feed.general and found else None
+        scores = hellaswag.score(model, items, config.batch_size, place, precision, watch) if items and not watch.stopped else None
         model.train()
-        if None in losses.values():
-            return  # told to stop
-        loss, (_, best) = losses["loss"], metrics.best()
-        general = f"; on general text {losses['general_loss']:.4f}" if feed.general else ""
+        if watch.stopped:
+            return
+        loss, (_, best) = found["loss"], metrics.best()
         rank = "" if not step else " (best so far)" if loss < best else f", best {best:.4f}"
-        say(f"step {step:,}: validation loss {loss:.4f}{rank}{general}")
+        say(f"step {step:,}: validation loss {loss:.4f}{rank}" + (f"; {found['accuracy']:.1%} of the answers right" if "accuracy" in found else "")
+            + (f"; on general text {general['loss']:.4f}" if general else ""))
+        if scores:
+            say(f"step {step:,}: HellaSwag {scores['acc_norm']:.2%} of {scores['items']:,} right by the mean loss of the ending, {scores['acc']:.2%} by its sum")
+            metrics.write("hellaswag", step, **scores)
         if config.eval_only or not place.speaks:
             return
-        metrics.write("val", step, **losses)
+        metrics.write("val", step, **found, **({"general_loss": general["loss"]} if general else {}))
         metrics.flush()
         if loss < best and saver.step == step:
             saver.mark_best(step)
         metrics.draw()
 
     def show_sample():
-        """Prints a text of the model's so far. All ranks make it, in step: a sharded model has its layers gathered by all."""
+        """Prints a text of the model's so far, an answer where it learns to answer. All ranks make it, in step: a sharded model has its layers
+        gathered by all."""
         if tokenizer is None:
             return
         from sample import stream
@@ -217,10 +228,13 @@ def run_rank(argv, place, watch):
             if place.speaks:
                 sys.stdout.write(text)
 
+        text, more = "", dict(temperature=0.8, top_k=200)
+        if config.task == "sft" and feed.val:
+            ids, end = feed.val.question()
+            text, more = tokenizer.decode(ids), dict(ids=ids, stop_token=end, temperature=0.0)
         say("--- sample")
         with precision.context(device.type):
-            stream(model, tokenizer, "", device, write=write,
-                   max_new_tokens=config.sample_tokens, temperature=0.8, top_k=200, seed=config.seed)
+            stream(model, tokenizer, text, device, write=write, max_new_tokens=config.sample_tokens, seed=config.seed, **more)
         say("---")
 
     def leave(code):
@@ -243,9 +257,7 @@ def run_rank(argv, place, watch):
     due = config.eval_interval and look and (step % config.eval_interval == 0 or step == config.max_iters)
     if place.from_first(bool(due and step not in metrics.val_losses)):
         validate()  # the run was stopped in it
-    tokens_per_update = config.total_batch_size
-    flops, peak = model.flops_per_token(), None
-    line_time = line_step = 0  # what the next line on the console is about
+    console = Console(place, config, metrics, model.flops_per_token(), precision.dtype)
     while step < config.max_iters and not watch.here():
         step_started = time.perf_counter()
         if count := bad.ahead.pop(samples, 0):
@@ -297,22 +309,10 @@ def run_rank(argv, place, watch):
         watch.step = step
 
         seconds = time.perf_counter() - step_started
-        rate = tokens_per_update / seconds
-        metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, tokens_per_s=round(rate, 1),
-                      mfu=round(flops * rate / peak, 4) if peak else None, step_ms=round(seconds * 1e3, 3))
-        line_time, line_step = line_time + seconds, line_step + 1
+        metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, **console.speed(seconds))
+        console.update(step, seconds)
+        profiler.update_done()
         last = step == config.max_iters
-        if step == 1 or step % config.log_interval == 0 or last:
-            each = line_time / line_step
-            say(f"step {step:,}/{config.max_iters:,} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} | "
-                f"{each * 1e3:,.1f} ms | {short_number(tokens_per_update / each)} tokens/s | "
-                + (f"mfu {flops * tokens_per_update / each / peak:.0%} | " if peak else "")
-                + f"{short_time(each * (config.max_iters - step))} left")
-            line_time = line_step = 0
-            metrics.flush()
-        if peak is None:  # not before the first update: a CPU's is measured
-            peak = peak_flops(device, precision.dtype) * place.ranks
-
         for rank, times in slow.note(own_seconds):
             metrics.event(step, "slow_rank", rank=rank, host=place.hosts[rank], times_median=round(times, 2))
             say(f"warning: rank {rank} on {place.hosts[rank]} takes {times:.1f} times as long as the median rank for its own work, "
@@ -343,8 +343,8 @@ def run_rank(argv, place, watch):
     leave(0)
     if watch.stopped:
         return EXIT_SIGNAL
-    if cost := metrics.forgetting():
-        say(cost)
+    for sentence in metrics.what_it_brought():
+        say(sentence)
     say(f"done: {step:,} updates, {short_number(samples * config.block_size)} tokens, {short_time(time.time() - started)} since the "
         f"start; {run}/ has the curve (loss.png, metrics.jsonl) and the checkpoints")
     return 0

@@ -82,6 +82,12 @@ class RecordReader(WindowReader):
             lengths.append(n)
         return np.concatenate(inputs), np.concatenate(targets), lengths
 
+    def question(self):
+        """(ids before the first answer of the first row's first record, the id that ends the answer)."""
+        inputs, targets, lengths = self.row(self.which(0, 1)[0])
+        labelled = np.flatnonzero(targets[:lengths[0]] != IGNORE)
+        return inputs[:labelled[0] + 1].tolist(), int(targets[labelled[-1]])
+
 
 def find_records(dataset):
     """(where each record starts, the positions it takes, its labels) of a TokenDataset with marks; int64, int64 and int64 arrays."""

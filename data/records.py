@@ -6,15 +6,24 @@ its number, or counted (skip_bad), unless it is a conversation that a person beg
 them empty; turns behind the last answer are dropped and counted, there is nothing to learn from them.
 """
 
+import array
 import bisect
 import functools
+import hashlib
 import itertools
+import json
 import os
 import re
+import sys
+import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from data.chat import answers_of
-from data.sources import (Source, describe_files, extension, hub_rows, json_records, jsonl_records, list_files, near_miss, parquet_records,
+from data.report import Report, report_lines, write_report
+from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter, fingerprint, write_meta
+from data.sources import (Counts, Source, describe_files, extension, hub_rows, json_records, jsonl_records, list_files, near_miss, parquet_records,
                           require_hub, short_json)
 from engine.errors import UserError
 
@@ -233,3 +242,117 @@ def fit(template, talk, train_on, block_size):
     for start, stop in reversed(windows):
         fitted.examples += examples(start, stop, "all" if together else "last")
     return fitted
+
+
+# --------------------------------------------------------------------------------------------------- what is written
+
+
+class RecordSplit:
+    """The marked shards of train or val while they are written. BUFFER tokens go to the disk at a time."""
+
+    BUFFER = 1 << 16
+
+    def __init__(self, folder, name, tokenizer, shard_tokens):
+        self.writer = ShardWriter(folder, name, tokenizer.vocab_size, shard_tokens, marked=True)
+        self.ids, self.marks = array.array("I"), bytearray()
+        self.records = self.sequences = self.tokens = self.labels = 0
+
+    def write(self, examples):
+        """A record's examples [(ids, labelled)]."""
+        for ids, labelled in examples:
+            self.ids.extend(ids)
+            marks = labelled * np.uint8(LABEL)
+            marks[0] |= BEGIN
+            self.marks += marks.tobytes()
+            self.tokens += len(ids)
+            self.labels += int(labelled.sum())
+        self.records += 1
+        self.sequences += len(examples)
+        if len(self.ids) >= self.BUFFER:
+            self.flush()
+
+    def flush(self):
+        self.writer.write(np.array(self.ids), np.array(self.marks))
+        self.ids, self.marks = array.array("I"), bytearray()
+
+    def close(self):
+        self.flush()
+        return {"documents": self.records, "sequences": self.sequences, "tokens": self.tokens, "labels": self.labels, "shards": self.writer.close()}
+
+
+def write_records(folder, corpus, template, arguments, quiet):
+    """Writes every file of a dataset of records into folder, meta.json last. Returns what there is to tell.
+
+    arguments: prepare.py's, as meta.json has them."""
+    start, threshold = time.time(), int(arguments["val_fraction"] * 2**64)
+    splits, report = encode_records(folder, corpus, template, arguments, threshold, quiet)
+    least, most = min(report.keys, default=0), max(report.keys, default=0)
+    if threshold and least < most and not least < threshold <= most:
+        # too few for their hashes to fall on both sides: again, with one record, and all that are equal to it, on the other
+        for entry in os.scandir(folder):
+            if entry.name != "lock":
+                os.remove(entry.path)
+        splits, report = encode_records(folder, corpus, template, arguments, least + 1 if least >= threshold else most, quiet)
+    seconds, found = time.time() - start, report.result()
+    if not found["labelled_tokens"]:
+        raise UserError(f"{arguments['source']}: no answer is left to learn from: " + nothing_left(found, arguments["block_size"]))
+    shards = [shard for split in splits.values() for shard in split["shards"]]
+    tokenizer = template.tokenizer
+    write_report(folder, found)
+    write_meta(folder, tokenizer, {
+        "format_version": META_VERSION, "fingerprint": fingerprint(tokenizer.fingerprint, shards), "tokenizer": tokenizer.identity(),
+        "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "splits": splits, "source": corpus.description, "arguments": arguments,
+        "sft": {"train_on": arguments["train_on"], "block_size": arguments["block_size"], "template": {"name": template.name, "hash": template.hash},
+                **{key: found[key] for key in ("shapes", "records", "sequences", "labelled_tokens", "bad_records", "trailing_messages_dropped",
+                                               "records_with_history_cut", "records_too_long", "answers_too_long")}},
+    })
+    train, val = splits["train"], splits["val"]
+    lines = [f"{train['documents']:,} train and {val['documents']:,} val records in {seconds:.1f} s: {report.records / seconds:,.0f} records/s, by {template.name}"
+             + (f"; the tokenizer has {len(tokenizer.added)} control tokens more, {' and '.join(tokenizer.added)}" if tokenizer.added else ""), *report_lines(found)]
+    if "enable_thinking" in template.source and found["answers_without_reasoning"]:
+        lines.append(f"answers without reasoning: {found['answers_without_reasoning']:,} of {found['answers']:,}, learnt as the template leaves thinking "
+                     "out: sample.py --thinking=false asks for such")
+    return "\n  ".join(lines)
+
+
+def nothing_left(found, block_size):
+    """Why no label is left, of what a Report found."""
+    reasons = [f"{n:,} {kind}" for kind, n in found["bad_records"].items()]
+    if found["bad_records"]:
+        reasons.append(f"the last: {found['last_bad_record']}")
+    if found["records_too_long"]:
+        least = min(d["tokens"] for d in found["too_long"])
+        reasons.append(f"{found['records_too_long']:,} too long for block_size={block_size} (the first of them from {least:,} tokens on): give a larger one")
+    return "; ".join(reasons) or "it holds no records"
+
+
+def encode_records(folder, corpus, template, arguments, threshold, quiet):
+    """Writes the shards of all records, those whose key is below threshold as val; returns ({split: what meta.json says}, Report)."""
+    from tqdm import tqdm
+
+    splits = {name: RecordSplit(folder, name, template.tokenizer, arguments["shard_tokens"]) for name in ("train", "val")}
+    report, counts, skip_bad = Report(), Counts(), arguments["skip_bad"]
+    for where, record in tqdm(corpus.documents(counts, skip_bad), unit=" records", dynamic_ncols=True, disable=quiet or not sys.stderr.isatty()):
+        try:
+            if isinstance(record, UserError):
+                raise record
+            talk = conversation(record, arguments["fields"])
+            fitted = fit(template, talk, arguments["train_on"], arguments["block_size"])
+        except UserError as error:
+            told = str(error) if error is record else f"{where}: {error}"
+            if not skip_bad:
+                raise error if error is record else UserError(f"{told}; mend it, or pass --skip_bad to count such records instead") from None
+            report.add_bad("unreadable" if error is record else error.kind if isinstance(error, BadRecord) else "refused by the template", told)
+            continue
+        key = key_of(talk)
+        report.add(where, key, talk, fitted)
+        if fitted.examples:
+            splits["val" if key < threshold else "train"].write(fitted.examples)
+    report.replaced = counts.replaced
+    return {name: split.close() for name, split in splits.items()}, report
+
+
+def key_of(talk):
+    """A number of 64 bits that a conversation's content gives: equal ones fall into the same split."""
+    content = json.dumps([talk.messages, talk.tools], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")

@@ -62,7 +62,7 @@ class Report:
         self.keys, self.bands, self.signatures = array("Q"), array("Q"), bytearray()  # of each record that is kept
         self.lengths, self.labels = array("I"), array("I")  # of each sequence
         self.shapes, self.bad, self.why = Counter(), Counter(), ""
-        self.records = self.answers = self.cut_off = self.unreasoned = self.trailing = 0
+        self.records = self.answers = self.cut_off = self.unreasoned = self.trailing = self.replaced = 0
         self.cut_records = self.dropped_records = self.dropped_answers = 0
         self.dropped, self.longest = [], []
 
@@ -123,7 +123,7 @@ class Report:
             "answers": self.answers, "answers_that_look_cut_off": self.cut_off, "answers_without_reasoning": self.unreasoned,
             "exact_duplicates": exact, "near_duplicates": near, "trailing_messages_dropped": self.trailing, "records_with_history_cut": self.cut_records,
             "records_too_long": self.dropped_records, "answers_too_long": self.dropped_answers, "too_long": self.dropped,
-            "bad_records": dict(self.bad), "last_bad_record": self.why,
+            "characters_replaced": self.replaced, "bad_records": dict(self.bad), "last_bad_record": self.why,
             "longest": [entry for *_, entry in sorted(self.longest, key=lambda e: e[:2], reverse=True)],
         }
 
@@ -138,6 +138,8 @@ def report_lines(report):
              f"answers that look cut off: {r['answers_that_look_cut_off']:,}"]
     if r["bad_records"]:
         lines.append(f"bad records skipped: {', '.join(f'{kind} {n:,}' for kind, n in r['bad_records'].items())}; the last: {r['last_bad_record']}")
+    if r["characters_replaced"]:
+        lines.append(f"bytes that are no UTF-8, replaced: {r['characters_replaced']:,}")
     if r["trailing_messages_dropped"]:
         lines.append(f"messages behind the last answer, dropped: {r['trailing_messages_dropped']:,}")
     if r["records_with_history_cut"]:

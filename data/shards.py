@@ -7,9 +7,11 @@ Records for SFT have a second file beside each shard, one byte a token, without 
 one to learn, and BEGIN where a record begins.
 """
 
+import datetime
 import difflib
 import glob
 import hashlib
+import json
 import os
 
 import numpy as np
@@ -334,6 +336,16 @@ def read_meta(folder):
     if version != META_VERSION:
         raise UserError(f"{path} has format version {version}, this code reads {META_VERSION}; prepare the data again")
     return meta
+
+
+def write_meta(folder, tokenizer, meta):
+    """Writes the tokenizer's files and meta.json, with the date, which completes a dataset."""
+    tokenizer.save(folder)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as file:
+        json.dump({**meta, "date": date}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def find_dataset(name, root):

@@ -26,7 +26,7 @@ class Documents:
         self.padding = np.zeros(len(self.lengths), bool) if padding is None else np.asarray(padding)
         starts = np.cumsum(self.lengths) - self.lengths
         self.positions = torch.from_numpy(np.arange(self.lengths.sum()) - np.repeat(starts, self.lengths)).view(rows, -1)  # (B, T)
-        self.labels, self.mask = labels, None
+        self.labels, self.mask, self.flex = labels, None, None
 
     @functools.cached_property
     def runs(self):
@@ -52,7 +52,10 @@ class Documents:
             self.labels = self.labels.to(device, non_blocking=True)
         if device.type != "cpu" and self.mask is None:
             ids = self.ids().to(device, non_blocking=True)
-            self.mask = dense_mask(ids) if dense or device.type != "cuda" else block_mask(ids, compiled=True)
+            if dense or device.type != "cuda":
+                self.mask = dense_mask(ids)
+            else:  # both here: blocks that are compiled find them ready
+                self.mask, self.flex = block_mask(ids, compiled=True), flex_attention()
         return self
 
 
@@ -96,7 +99,7 @@ def attend(q, k, v, mask=None, dropout=0.0, documents=None):
         return attend_in_pieces(q, k, v, documents, options)
     if isinstance(documents.mask, torch.Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask, **options)
-    return flex_attention()(q, k, v, block_mask=documents.mask, enable_gqa=options["enable_gqa"])
+    return documents.flex(q, k, v, block_mask=documents.mask, enable_gqa=options["enable_gqa"])
 
 
 @torch.compiler.disable  # the pieces are others in each batch: it would be compiled again and again

@@ -152,8 +152,9 @@ def json_checksum(value):
 
 
 def bytes_needed(parameters):
-    """What a checkpoint of {name: parameter} and their AdamW state takes on disk, all ranks' files together, but for a few KB of text."""
-    return 3 * sum(p.numel() * p.element_size() for p in parameters.values())
+    """What a checkpoint of {name: parameter} and the AdamW state of those that are trained takes on disk, all ranks' files together, but for
+    a few KB of text."""
+    return sum((3 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters.values())
 
 
 def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):

@@ -15,6 +15,7 @@ import types
 import typing
 from dataclasses import dataclass
 
+from engine import lora
 from engine.errors import UserError
 from model import ModelConfig
 
@@ -36,6 +37,7 @@ class Config:
     plan: int = 0  # train nothing, say what the run takes on this many processes (0: train)
     plan_gpu: str = "H100"  # the GPU that a plan is for
     rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
+    profile: int = 0  # updates to put under torch.profiler, after three that warm up: a table and a trace (0: none)
     check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
@@ -65,11 +67,11 @@ class Config:
     tie_embeddings: bool = True
 
     # data and batch
-    task: str = "pretrain"  # pretrain | sft: records (questions and answers, talks) of which the answers alone are learnt
+    task: str = "pretrain"  # pretrain | sft: records (questions and answers, chats) of which the answers alone are learnt
     dataset: str = "openwebtext"  # a folder, or the name of one under data/; sft: also a file or folder of records, or a data set of the hub
     num_epochs: float | None = None  # how often to see all of the data: max_iters follows from it
     document_mask: bool = False  # attention and positions stay inside each document of a window, as the end-of-text token tells them
-    train_on: str = "all"  # sft: all | last, which answers of a talk are learnt
+    train_on: str = "all"  # sft: all | last, which answers of a conversation are learnt
     pack: bool = True  # sft: as many records a row as there is room for, each attended alone | False: one a row, padded
     fields: str | None = None  # sft: the names of the records' fields where they are not found by themselves, as prepare.py takes them
     skip_bad: bool = False  # sft: count bad records instead of stopping at the first
@@ -93,6 +95,9 @@ class Config:
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float = 1.0  # 0: no clipping
+    lora_rank: int = 0  # 0: all weights are trained | r: they are frozen, and low-rank adapters beside the blocks' matrices are trained
+    lora_alpha: float | None = None  # what an adapter adds is times lora_alpha / lora_rank (default: 2 lora_rank)
+    lora_targets: str = "all"  # the matrices that have one: all, or a list such as q,v out of q,k,v,o,gate,up,down
 
     # the scale: how the processes that torchrun starts share the work
     parallel: str = "auto"  # auto (ddp under torchrun, else single) | single | ddp | fsdp
@@ -129,12 +134,15 @@ class Config:
     eval_interval: int = 2000  # updates between evaluations (0: none)
     eval_tokens: int | None = None  # validation tokens (default: eval_iters * batch_size * block_size)
     eval_only: bool = False
+    hellaswag: str | None = None  # score this .jsonl at each evaluation: a path, or OWNER/NAME/FILE.jsonl on the hub
+    hellaswag_items: int = 0  # the first so many of its items (0: all 10,042)
     log_interval: int = 1  # updates between lines on the console; metrics.jsonl has every update
     sample_interval: int = 0  # updates between sample texts (0: one at the end)
     sample_tokens: int = 256  # length of a sample text (0: none)
     wandb_log: bool = False
     wandb_project: str = "boringgpt"
     wandb_run_name: str | None = None  # default: the name of the run's folder
+    tensorboard_log: bool = False  # event files in the run's folder; needs the package tensorboard
 
     # nanoGPT's other names, turned into the ones above
     eval_iters: int = 200
@@ -154,11 +162,12 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
                 "rope_scaling rope_low_freq_factor rope_high_freq_factor rope_original_context mlp qk_norm tie_embeddings").split()
+ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")  # what the trained parameters are: as fixed as the architecture
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
 
 # Other words for settings above, and what asks for something else than a run
-NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse check".split()
+NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse profile check".split()
 
 OTHER_NAMES = {"model": "init_from"}
 
@@ -178,7 +187,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "cp": 1, "tp": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "plan": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 
@@ -361,6 +370,15 @@ def check_ranges(config):
         problems.append("out_dir is empty: expected the path of the run's folder, such as out/run")
     if c.optimizer == "muon" and c.learning_rate == 0:
         problems.append("learning_rate=0 with optimizer=muon, whose rate follows it: expected a number above 0")
+    if c.lora_alpha is not None and c.lora_alpha <= 0:
+        problems.append(f"lora_alpha={c.lora_alpha}: expected a number above 0, such as 2 * lora_rank")
+    if c.lora_rank > 0 and "init_from" not in c.given:
+        problems.append(f"lora_rank={c.lora_rank} adapts weights that are there already: expected init_from=, a run, a Hugging Face folder or name "
+                        "(init_from=scratch where random frozen weights are meant)")
+    if c.lora_rank > 0 and c.resize_vocab:
+        problems.append(f"resize_vocab adds rows of first values, which lora_rank={c.lora_rank} would freeze: expected one of the two")
+    if c.hellaswag and not c.eval_interval and not c.eval_only:
+        problems.append(f"hellaswag={c.hellaswag} is scored at each evaluation and eval_interval=0 has none: eval_interval=250 would work")
     if c.threads > 4 * (os.cpu_count() or 1):
         problems.append(f"threads={c.threads}: this machine has {os.cpu_count()} cores")
     if c.keep_last == 0 or c.keep_last < -1:
@@ -449,13 +467,14 @@ def table(config):
 
 
 def make_model_config(config):
-    """The ModelConfig of a run, its derived sizes written back to the config; UserError where it cannot be built."""
+    """The ModelConfig of a run, its derived sizes, and those of the adapters, written back to the config; UserError where it cannot be built."""
     keys = ModelConfig.__dataclass_fields__
     model_config = ModelConfig(**{k: getattr(config, k) for k in keys})
     if problems := model_config.problems():
         raise UserError(*problems)
     for key in keys:
         setattr(config, key, getattr(model_config, key))
+    lora.resolve(config, model_config)
     return model_config
 
 

@@ -1,8 +1,8 @@
-"""Validation loss over a fixed set of tokens, in a fixed order."""
+"""Validation loss, and the answers that are right, over a fixed set of tokens, in a fixed order."""
 
 import torch
 
-from data.order import count_windows
+from data.order import IGNORE, count_windows
 from engine.errors import UserError
 from engine.sync import all_gather, of_groups
 
@@ -20,25 +20,44 @@ def windows_of(reader, tokens):
 
 
 @torch.no_grad()
-def evaluate(model, reader, tokens, batch_size, place, precision, watch):
-    """Mean cross-entropy in nats a labelled token over the first `tokens` tokens, as consecutive windows or rows of records (at least one).
+def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers=False):
+    """{"loss": mean cross-entropy in nats a labelled token} over the first `tokens` tokens, as consecutive windows or rows of records (at
+    least one). With `answers` also "accuracy", the share of the answers that are right.
 
     Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. Ranks take them in turn, and one
-    without a micro-batch left runs an empty one: sharded layers need it. The same number for any count of ranks.
+    without a micro-batch left runs an empty one: sharded layers need it. The same numbers for any count of ranks.
     None where all ranks have been told to stop.
     """
     n_windows = windows_of(reader, tokens)
     divisor = max(1, reader.labels(0, n_windows))
     n_batches = -(-n_windows // batch_size)
     model.eval()
-    losses = []
+    answers = answers and place.groups == place.ranks  # ranks that share a row have no answer whole
+    losses, right = [], torch.zeros(2, dtype=torch.int64)
     for i in range(place.group, -(-n_batches // place.groups) * place.groups, place.groups):
         if watch.here():
             return None
         x, y, documents = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)), rows=batch_size)
+        hits = torch.zeros(y.numel(), dtype=torch.bool, device=place.device) if answers else None
         with precision.context(place.device.type):
-            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor, documents=documents))
+            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor, documents=documents, hits=hits))
+        if answers:
+            right += right_answers(hits.cpu(), y, documents)
     losses = torch.stack(losses)
     if place.ranks > 1:
         losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows
-    return losses.cpu().double().sum().item()
+        right = all_gather(right.to(place.device)).sum(0)
+    found = {"loss": losses.cpu().double().sum().item()}
+    return {**found, "accuracy": right[0].item() / right[1].item()} if answers else found
+
+
+def right_answers(hits, targets, documents):
+    """(answers that are right, answers), int64. An answer is a run of labels (B, T) within a document, and right where all of its tokens
+    are hits (B * T,): greedy decoding then gives it to its last token, which ends the turn. What was said before it is as in the record."""
+    labelled, ids = (targets != IGNORE).flatten(), documents.ids().flatten()
+    goes_on = labelled[:-1] & (ids[:-1] == ids[1:])
+    first = labelled.clone()
+    first[1:] &= ~goes_on
+    number = first.cumsum(0)[labelled] - 1
+    missed = torch.zeros(int(first.sum()), dtype=torch.int64).index_add_(0, number, (~hits[labelled]).long())
+    return torch.stack(((missed == 0).sum(), first.sum()))

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from data.shards import TokenDataset, find_dataset
+from engine import lora
 from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint
 from engine.config import ROOT, expected_type, nearest
 from engine.errors import UserError
@@ -73,7 +74,8 @@ def open_weights(where, say=print):
 
 
 def of_checkpoint(checkpoint):
-    return Weights(checkpoint.path, checkpoint.model_config(), checkpoint.sources("model"), checkpoint.tokenizer(), checkpoint)
+    sources = lora.merged(checkpoint.sources("model"), checkpoint.manifest.get("config", {}), checkpoint.path)
+    return Weights(checkpoint.path, checkpoint.model_config(), sources, checkpoint.tokenizer(), checkpoint)
 
 
 # ----------------------------------------------------------------------------------------------------------- families

@@ -7,6 +7,8 @@ from typing import Any
 
 from data.order import WindowReader
 from data.packing import MixedReader, RecordReader
+from data.report import FILE as REPORT
+from data.report import copy_report, read_report, report_lines
 from data.shards import TokenDataset, find_dataset
 from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import config as settings
@@ -114,7 +116,7 @@ def read_folders(config, weights, folders, say):
         vocab_size = max(vocab_size, train.vocab_size or 0)
     tokenizer = find_tokenizer(train, folder, weights, vocab_size, config.task, say)
     if weights and config.task == "sft" and tokenizer and tokenizer.vocab_size > vocab_size:
-        say(f"note: rows {vocab_size} to {tokenizer.vocab_size - 1} of the vocabulary, the control tokens of a talk, are new to {weights.path} and start from "
+        say(f"note: rows {vocab_size} to {tokenizer.vocab_size - 1} of the vocabulary, the control tokens of a chat, are new to {weights.path} and start from "
             "first values")
         vocab_size = tokenizer.vocab_size
     config.vocab_size = vocab_size
@@ -178,10 +180,8 @@ def about_records(dataset):
 def tell_report(samples, run, config, say):
     """Says what the records are like that are trained on, and puts their report into the run's folder."""
     folder = os.path.abspath(samples.dataset.path)
-    if config.task != "sft" or not os.path.exists(os.path.join(folder, "report.json")):
+    if config.task != "sft" or not os.path.exists(os.path.join(folder, REPORT)):
         return  # text, or records that prepare.py has not made
-    from data.report import copy_report, read_report, report_lines
-
     say("\n".join(("", *report_lines(read_report(folder)))))
     if not config.eval_only:
         copy_report(folder, run)
@@ -198,7 +198,7 @@ def find_tokenizer(dataset, folder, weights, vocab_size, task, say):
         except UserError as error:
             say(f"note: no sample texts: {error}")
     if weights and weights.tokenizer and tokenizer and weights.tokenizer.fingerprint != tokenizer.fingerprint:
-        # as --resize_vocab asks for; a talk's control tokens may be more than the weights' tokenizer has
+        # as --resize_vocab asks for; a chat's control tokens may be more than the weights' tokenizer has
         if (task == "sft" or vocab_size > weights.model_config.vocab_size) and tokenizer.extends(weights.tokenizer):
             return tokenizer
         raise UserError(f"{weights.path} was trained with tokenizer {weights.tokenizer.name}, this data set is made with {tokenizer.name}: "

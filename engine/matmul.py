@@ -42,7 +42,7 @@ def mm(x, weight):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return multiply(x, weight, bias)
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, d_x, d_weight, d_bias = d_out.flatten(0, -2), None, None, None
         if ctx.needs_input_grad[0]:
-            d_x = multiply(rows, weight.t()).view(x.shape)
+            d_x = multiply(rows, weight.t()).view(*d_out.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             d_weight = multiply(rows.t(), x.flatten(0, -2).t())
         if ctx.needs_input_grad[2]:

@@ -1,16 +1,25 @@
-"""What a run leaves to look at: metrics.jsonl, loss.png, Weights & Biases, speed and MFU."""
+"""What a run leaves to look at: metrics.jsonl, loss.png, speed and MFU; and whether several runs drew one curve.
+
+    python -m engine.metrics out/a out/b ...           where each first differs from the first one, and by how many last-bit units
+    python -m engine.metrics out/a out/b --out=ab.png  the picture of all of them in another place than curves.png beside out/a
+
+Exit code 0: what the runs both have is the same to the last bit; 1: it is not; 2: there is nothing to compare.
+"""
 
 import contextlib
 import json
 import os
 import re
+import struct
 import sys
 import threading
 import time
 
 import torch
 
+from engine.errors import EXIT_FAILED, UserError, run_as_script
 from engine.matmul import linear
+from engine.trackers import TensorBoard, Trackers, Wandb
 
 # Dense peak of the matrix units in TFLOP/s by dtype, from the makers' data sheets (without sparsity; float32 as TF32). The
 # first that stands as a word in torch.cuda.get_device_name() counts; a device that is not here is measured.
@@ -55,7 +64,7 @@ def peak_flops(device, dtype):
 
 
 class Metrics:
-    """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb where that was asked for."""
+    """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb and TensorBoard where that was asked for."""
 
     def __init__(self, run, step, active=True):
         """Opens run/metrics.jsonl to go on after `step` updates: lines beyond it, and a torn last one, are cut off.
@@ -63,13 +72,13 @@ class Metrics:
         A rank that is not active writes nothing.
         """
         self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
-        self.wandb, self.file, self.lock = None, None, threading.Lock()  # a save in the background writes its line too
+        self.trackers, self.file, self.lock = Trackers(), None, threading.Lock()  # a save in the background writes its line too
         self.go_back(step)
 
     def go_back(self, step):
         """Cuts off what lies beyond `step`: it comes again."""
-        self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s), (tokens, loss), tokens
-        self.general = []  # (tokens, loss on general text)
+        self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s, grad_norm), (tokens, loss), tokens
+        self.general, self.right = [], []  # (tokens, loss on general text); share of answers
         self.tokens, self.val_losses = 0, {}  # of training; {step: loss}
         if not self.active:
             return
@@ -92,6 +101,7 @@ class Metrics:
             os.fsync(f.fileno())
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", encoding="utf-8")
+        self.trackers.tell("go_back", step)
 
     def write(self, kind, step, **values):
         """One line: {"kind": ..., "step": ..., ...}, numbers in full precision."""
@@ -101,9 +111,8 @@ class Metrics:
         with self.lock:
             self.file.write(json.dumps(record) + "\n")
             self._remember(record)
-        if self.wandb and kind != "event":
-            prefix = "train" if kind == "train" else kind
-            self.wandb.log({f"{prefix}/{k}": v for k, v in values.items() if v is not None}, step=step)
+        if self.trackers.active and kind != "event":
+            self.trackers.tell("write", kind, step, values)
 
     def event(self, step, event, **values):
         self.write("event", step, event=event, **values)
@@ -119,16 +128,19 @@ class Metrics:
         self.flush()
         if self.active:
             os.fsync(self.file.fileno())
+            self.trackers.tell("flush")
 
     def _remember(self, record):
         if record["kind"] == "train":
             self.tokens = record["tokens"]
-            self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"]))
+            self.train.append((self.tokens, record["loss"], record["lr"], record["tokens_per_s"], record["grad_norm"]))
         elif record["kind"] == "val":
             self.val.append((self.tokens, record["loss"]))
             self.val_losses[record["step"]] = record["loss"]
             if record.get("general_loss") is not None:
                 self.general.append((self.tokens, record["general_loss"]))
+            if record.get("accuracy") is not None:
+                self.right.append(record["accuracy"])
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 
@@ -138,31 +150,30 @@ class Metrics:
         step = min(losses, key=losses.get, default=None)
         return step, losses.get(step, float("inf"))
 
-    def forgetting(self):
-        """A sentence on what the run cost on general text, or None where that was not looked at twice."""
-        if len(self.general) < 2:
-            return None
-        first, last = self.general[0][1], self.general[-1][1]
-        return f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}"
+    def what_it_brought(self):
+        """Sentences on what a run has gained and cost: answers that are right, the loss on general text (forgetting)."""
+        said = []
+        if len(self.right) > 1:
+            said.append(f"answers right: {self.right[0]:.1%} at the start, {self.right[-1]:.1%} at the end")
+        if len(self.general) > 1:
+            first, last = self.general[0][1], self.general[-1][1]
+            said.append(f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}")
+        return said
 
-    def start_wandb(self, config, settings, run_id):
-        """Starts or resumes a wandb run; returns its id. A run that cannot be followed there goes on without."""
-        try:
-            import wandb
-
-            name = config.wandb_run_name or os.path.basename(os.path.normpath(config.out_dir))
-            self.wandb = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow", config=settings, dir=self.run)
-            return self.wandb.id
-        except Exception as error:  # its own errors are of many kinds; none is worth a training run
-            print(f"wandb_log=True, but wandb did not start ({type(error).__name__}: {str(error).splitlines()[0]}): going on without it",
-                  file=sys.stderr)
-            return run_id
+    def start_trackers(self, config, settings, step, run_id):
+        """Starts wandb, or resumes its run `run_id`, and TensorBoard, as the config says. Returns the id of the wandb run there is now, or None."""
+        if config.tensorboard_log:
+            self.trackers.start("tensorboard_log", lambda: TensorBoard(self.run, step))
+        if config.wandb_log:
+            with open(self.path, encoding="utf-8") as f:
+                wandb = self.trackers.start("wandb_log", lambda: Wandb(self.run, config, settings, run_id, map(json.loads, f)))
+            return wandb.id if wandb else run_id
+        return run_id
 
     def close(self):
         if self.active:
             self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        self.trackers.tell("close")
 
     def draw(self):
         """Draws run/loss.png: losses over tokens, learning rate and speed under them. 800 pixels wide."""
@@ -176,9 +187,11 @@ class Metrics:
         top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
         thin = self.train[::max(1, len(self.train) // 4000)]
         if thin:
-            tokens, losses, rates, speeds = zip(*thin)
+            tokens, losses, rates, speeds, _ = zip(*thin)
             top.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each update")
-            top.plot(tokens, smooth(losses), color="tab:blue", linewidth=1.5, label="training, smoothed")
+            # smoothed from both ends: from one alone it lags behind a curve that falls
+            both = [(a + b) / 2 for a, b in zip(smooth(losses), reversed(smooth(losses[::-1])))]
+            top.plot(tokens, both, color="tab:blue", linewidth=1.5, label="training, smoothed")
             middle.plot(tokens, rates, color="tab:green")
             bottom.plot(tokens, speeds, color="tab:gray", linewidth=0.8)
             settled = [x for x in losses[len(losses) // 50:] + tuple(v for _, v in self.val + self.general) if x is not None and x < float("inf")]
@@ -204,19 +217,181 @@ class Metrics:
         bottom.yaxis.set_major_formatter(lambda x, _: short_number(x))
         for axes in (top, middle, bottom):
             axes.grid(alpha=0.3)
-        picture = os.path.join(self.run, "loss.png")
         try:
-            figure.savefig(picture + ".tmp", format="png")
-            os.replace(picture + ".tmp", picture)
+            write_picture(figure, os.path.join(self.run, "loss.png"))
         except OSError as error:  # no picture is worth a run
-            with contextlib.suppress(OSError):
-                os.unlink(picture + ".tmp")
-            print(f"warning: {picture} was not drawn: {error.strerror}", file=sys.stderr)
+            print(f"warning: {os.path.join(self.run, 'loss.png')} was not drawn: {error.strerror}", file=sys.stderr)
+
+
+def write_picture(figure, path):
+    """Writes a matplotlib figure as PNG, whole or not at all; OSError where the folder does not take it."""
+    try:
+        figure.savefig(path + ".tmp", format="png")
+        os.replace(path + ".tmp", path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path + ".tmp")
+        raise
+
+
+# --------------------------------------------------------------------------------------------------- comparing runs
+
+NOT_OF_THE_CURVE = ("kind", "step", "tokens_per_s", "mfu", "step_ms")  # what a line says besides what was computed
+
+
+def read_curve(run):
+    """{(step, kind): {name: value}} of the lines of a run (its folder, or a metrics.jsonl) that are no events, in the order of steps.
+
+    A last line that is torn off belongs to a run that is being written or was killed. UserError for anything else that is no log of ours.
+    """
+    path = run if os.path.isfile(run) else os.path.join(run, "metrics.jsonl")
+    try:
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{run} cannot be compared: {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}; expected the folder of a run, which "
+                        "has a metrics.jsonl") from None
+    curve = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            key = int(record["step"]), record["kind"]
+            if key[1] == "train":
+                float(record["loss"]), int(record["tokens"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number} is no line of a run's metrics: expected JSON with kind, step, and of an update loss and tokens") from None
+        if key[1] == "event":
+            continue
+        if key in curve:
+            raise UserError(f"{path}, line {number}: step {key[0]} ({key[1]}) stands there for the second time; a run writes each once")
+        curve[key] = {k: v for k, v in record.items() if k not in NOT_OF_THE_CURVE}
+    if not any(kind == "train" for _, kind in curve):
+        raise UserError(f"{path} has no update yet: expected a run that has made some")
+    return dict(sorted(curve.items(), key=lambda item: (item[0][0], item[0][1] != "train", item[0][1])))
+
+
+def compare(first, other, a, b):
+    """(whether two curves of read_curve(), by the names a and b, are one in what both have; sentences that say so or where they part)."""
+    ours, theirs = ({step for step, kind in curve if kind == "train"} for curve in (first, other))
+    both = ours & theirs
+    if not both:
+        return False, [f"{a} and {b} have no update in common: {updates(ours)} and {updates(theirs)}"]
+    if holes := [step for step in ours ^ theirs if min(both) < step < max(both)]:
+        return False, [f"{a} and {b} differ: update {min(holes):,} is in {a if min(holes) in ours else b} only"]
+    alone = [f"only {name} has {updates(steps)}" for name, steps in ((a, ours - theirs), (b, theirs - ours)) if steps]
+    common = [key for key in first if key in other]
+    parted = {key: names for key in common if (names := [n for n in first[key] if n in other[key] and not same(first[key][n], other[key][n])])}
+    if not parted:
+        rest = len(common) - len(both)
+        return True, [f"{a} and {b} are identical: {updates(both)}{f' and {rest:,} evaluations' if rest else ''}, to the last bit", *alone]
+    step, kind = next(iter(parted))
+    values = [difference(n if kind == "train" else f"{kind} {n}", first[step, kind][n], other[step, kind][n]) for n in parted[step, kind]]
+    far, where = max((abs(first[key]["loss"] - other[key]["loss"]) / (abs(first[key]["loss"]) or 1), key[0]) for key in common if key[1] == "train")
+    return False, [f"{a} and {b} first differ at step {step:,}: {'; '.join(values)}",
+                   f"over {updates(both)} their losses are at most {far:.1e} apart, relative to the loss, at step {where:,}", *alone]
+
+
+def same(a, b):
+    """Whether two values are one to the last bit: NaN is NaN, and 0.0 is not -0.0."""
+    return repr(a) == repr(b)
+
+
+def difference(name, a, b):
+    """'loss 3.0 and 3.0000002, 1 float32 ulp apart'."""
+    numbers = all(isinstance(x, (int, float)) for x in (a, b))
+    return f"{name} {a!r} and {b!r}" + (f", {last_bit_units(a, b)} apart" if numbers else "")
+
+
+def last_bit_units(a, b):
+    """How far two numbers are apart in units in the last place (ulps), '3 float32 ulps': of float32 where both are such, as losses are, else of
+    float64. Floats of one sign stand in the order of their bits read as integers, so the distance of those is the count of steps between them."""
+    if isinstance(a, int) and isinstance(b, int):
+        return f"{abs(a - b):,}"
+    for name, real, integer in (("float32", "f", "I"), ("float64", "d", "Q")):
+        try:
+            if name == "float64" or all(same(struct.unpack(real, struct.pack(real, x))[0], x) for x in (a, b)):
+                break
+        except OverflowError:
+            continue
+    sign = 1 << (8 * struct.calcsize(integer) - 1)
+    at = [n if n < sign else sign - n for n in (struct.unpack(integer, struct.pack(real, x))[0] for x in (a, b))]
+    distance = abs(at[0] - at[1])
+    return f"{distance:,} {name} ulp{'s' if distance != 1 else ''}"
+
+
+def updates(steps):
+    """'updates 1 to 49, 101 to 200'."""
+    spans = []
+    for step in sorted(steps):
+        if spans and spans[-1][1] == step - 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    return f"update{'s' if len(steps) > 1 else ''} " + ", ".join(f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in spans)
+
+
+def draw_over_each_other(curves, path):
+    """Draws {name: curve of read_curve()} into one PNG, 800 pixels wide: losses over tokens and, under them, how far each is from the first's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    first, most = next(iter(curves)), 0
+    for i, (name, curve) in enumerate(curves.items()):
+        tokens = {step: values["tokens"] for (step, kind), values in curve.items() if kind == "train"}
+        loss = {step: values["loss"] for (step, kind), values in curve.items() if kind == "train"}
+        val = {step: values["loss"] for (step, kind), values in curve.items() if kind == "val" and step in tokens}
+        thin, width = list(tokens)[::max(1, len(tokens) // 4000)], 1.2 * (len(curves) - i)  # where all are one curve, each colour shows
+        top.plot([tokens[s] for s in thin], [loss[s] for s in thin], color=f"C{i}", alpha=0.8, linewidth=width, label=name)
+        top.plot([tokens[s] for s in val], list(val.values()), "o", color=f"C{i}", markersize=4 + 2 * width, markerfacecolor="none")
+        apart = [(tokens[s], abs(loss[s] - curves[first][s, "train"]["loss"])) for s in thin if (s, "train") in curves[first]]
+        if i and apart:
+            bottom.plot(*zip(*apart), color=f"C{i}", linewidth=1)
+            most = max(most, *(d for _, d in apart))
+    top.set_ylabel("loss (nats a token)")
+    top.set_title("training loss; circles: validation")
+    top.legend(loc="upper right")
+    bottom.set_ylabel("distance to\nthe first's loss")
+    bottom.set_ylim(0, 1.1 * most or 1e-7)
+    bottom.ticklabel_format(axis="y", scilimits=(-3, 3))
+    bottom.set_xlabel("tokens seen")
+    bottom.xaxis.set_major_formatter(lambda x, _: short_number(x))
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    write_picture(figure, path)
+
+
+def main(argv):
+    """Compares and draws the runs of a command line; returns the exit code."""
+    if not argv or "--help" in argv:
+        print(__doc__)
+        return 0
+    runs, options = [[word for word in argv if word.startswith("--") == dashed] for dashed in (False, True)]
+    if wrong := [word for word in options if not word.startswith("--out=") or word == "--out="]:
+        raise UserError(f"{wrong[0]}: expected folders of runs and, for another place of their picture, --out=FILE.png")
+    if not runs:
+        raise UserError("no run was named: expected the folders of two or more, such as out/a out/b")
+    runs = list(dict.fromkeys(os.path.normpath(run) for run in runs))
+    curves = {run: read_curve(run) for run in runs}
+    picture = options[-1].removeprefix("--out=") if options else os.path.join(os.path.dirname(runs[0]), "curves.png")
+    found = [compare(curves[runs[0]], curves[run], runs[0], run) for run in runs[1:]]
+    for _, sentences in found:
+        print("\n".join(sentences))
+    try:
+        draw_over_each_other(curves, picture)
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}; --out=FILE.png takes another place") from None
+    print(f"drawn over each other: {picture}")
+    return 0 if all(one for one, _ in found) else EXIT_FAILED
 
 
 def describe(model, config, feed, place):
     """The few lines at the start of a log that say what is trained on what."""
     sizes = {n: (p.numel(), p.dim()) for n, p in model.named_parameters()}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    adapters = f"trained: {sum(sizes[n][0] for n in trained):,}, adapters of rank {config.lora_rank} beside {config.lora_targets}; " if config.lora_rank else ""
     total = sum(size for size, _ in sizes.values())
 
     def count(*parts):
@@ -233,7 +408,7 @@ def describe(model, config, feed, place):
         layout += f" ({', '.join(f'{axis} {n}' for axis, n in place.shape.items() if n > 1)})"
     return "\n".join((
         f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
-        f"weight decay on {sum(size for size, dim in sizes.values() if dim >= 2):,}",
+        f"{adapters}weight decay on {sum(size for n, (size, dim) in sizes.items() if dim >= 2 and n in trained):,}",
         f"data: {feed.train.description}{''.join(held_out)}",
         f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size}{reference}; an "
         f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
@@ -267,3 +442,7 @@ def short_time(seconds):
     if seconds < 86400:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
     return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+
+
+if __name__ == "__main__":
+    run_as_script(lambda: main(sys.argv[1:]))

@@ -38,7 +38,7 @@ class AdamW:
     def step(self, lr, grad_scale=None):
         """One update from the gradients over grad_scale (a 0-dim tensor, None: 1)."""
         self.make_state()
-        if grad_scale is not None:
+        if grad_scale is not None and self.parameters:  # beside Muon's adapters there are none
             grad_scale = grad_scale.to(local(next(iter(self.parameters.values()))).device)  # offloaded parameters live on the CPU
         for names, weight_decay in self.groups:
             names = [n for n in names if local(self.parameters[n]).numel()]  # a shard may be empty
@@ -155,8 +155,9 @@ def orthogonalize(g):
 
 
 def make_optimizer(named_parameters, config):
-    """AdamW or Muon over the model's parameters, as the config says."""
-    return {"adamw": AdamW, "muon": Muon}[config.optimizer](named_parameters, config)
+    """AdamW or Muon over the model's parameters that are trained, as the config says."""
+    trained = [(n, p) for n, p in named_parameters if p.requires_grad]
+    return {"adamw": AdamW, "muon": Muon}[config.optimizer](trained, config)
 
 
 class LossScale:

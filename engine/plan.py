@@ -7,6 +7,7 @@ objects that a run trains with, cut as FSDP2 cuts them. No GPU and no data are n
 import copy
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from engine import config as settings
 from engine.errors import UserError
 from engine.families import open_weights
 from engine.feed import read_folders
+from engine.lora import add_adapters
 from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
@@ -59,19 +61,22 @@ def plan(config, world):
     check_batch(place, c)
     with torch.device("meta"):
         model = GPT(settings.make_model_config(c))
+        add_adapters(model, c)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
         state = {n: tuple(t.shape) for n, t in make_optimizer(model.named_parameters(), c).state().items()}
     here = {n: cut(n, shape, place.tp) for n, shape in shapes.items()}  # what ranks that share layers have of each
     in_blocks = {f"blocks.{i}.{m}.{kind}" for i, block in enumerate(model.blocks) for m, module in block.named_modules()
                  if isinstance(module, torch.nn.Linear) for kind, _ in module.named_parameters()}
-    linears = [shape for n, shape in here.items() if n in in_blocks]  # the groups that sync.shard() makes
-    root = [shape for n, shape in here.items() if n not in in_blocks]
+    parts = {n: Part(shape, n in trained) for n, shape in here.items()}
+    linears = [part for n, part in parts.items() if n in in_blocks]  # the groups that sync.shard() makes
+    root = [part for n, part in parts.items() if n not in in_blocks]
 
     shards = []
     for index in range(place.shards):
-        weights = 4 * sum(held(shape, place.shards, index) for shape in here.values())
+        weights, of_trained = (4 * sum(held(here[n], place.shards, index) for n in names) for names in (here, trained))
         of_optimizer = 4 * sum(held(cut(n.rpartition(".")[0], shape, place.tp), place.shards, index) for n, shape in state.items())
-        shards += [(weights, weights, of_optimizer)] * place.tp
+        shards += [(weights, of_trained, of_optimizer)] * place.tp
     element = precision.autocast.itemsize if precision.autocast else 4
     memory = dict(zip(EXACT, shards[0]))
     memory["working copies"] = working_bytes(c, place, linears, root, element)
@@ -82,15 +87,22 @@ def plan(config, world):
     flops = model.flops_per_token() * c.total_batch_size * c.max_iters
     peak = peaks[precision.dtype] * 1e12
     return {
-        "processes": world, "layout": place.layout, "replicas": place.replicas, "mesh": place.shape, "groups": place.groups, "dtype": precision.dtype, "vocabulary": vocabulary,
-        "parameters": sum(math.prod(s) for s in shapes.values()),
+        "processes": world, "layout": place.layout, "replicas": place.replicas, "mesh": place.shape, "groups": place.groups, "dtype": precision.dtype,
+        "vocabulary": vocabulary, "parameters": sum(math.prod(s) for s in shapes.values()), "trained": sum(math.prod(shapes[n]) for n in trained),
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element, [shape for n, shape in here.items() if n.startswith("blocks.") and "norm" in n]),
+        "sent": sent_bytes(c, place, linears, root, element, [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n]),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
+
+
+class Part(NamedTuple):
+    """A parameter as a rank has it, or its part of one that ranks share by layers."""
+
+    shape: tuple
+    trained: bool
 
 
 def gpu_peaks(name):
@@ -147,8 +159,12 @@ def held(shape, shards, index):
 
 
 def padded(parameters, shards):
-    """Elements of parameters of these shapes once each shard is filled up to the first one's rows, which is how they travel."""
-    return sum(shards * held(shape, shards, 0) for shape in parameters)
+    """Elements of parameters once each shard is filled up to the first one's rows, which is how they travel."""
+    return sum(shards * held(p.shape, shards, 0) for p in parameters)
+
+
+def with_gradients(parameters):
+    return [p for p in parameters if p.trained]
 
 
 def working_bytes(c, place, linears, root, element):
@@ -165,6 +181,7 @@ def working_bytes(c, place, linears, root, element):
         return cast * block * c.n_layer
     whole = padded(root, place.shards)
     gathered = 4 * whole + element * block * (min(2, c.n_layer) if c.reshard_after_forward else c.n_layer)
+    block, whole = padded(with_gradients(linears), place.shards) // c.n_layer, padded(with_gradients(root), place.shards)
     return gathered + 4 * whole + max(4 * whole, (element + 4) * block)
 
 
@@ -187,6 +204,7 @@ def activation_bytes(c, element):
         q, k, v, attention's output        e (2 H + 2 K) D + 4 H    (qk_norm: e (H + K) D more, the norms' inputs)
         mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
         dropout's masks                    2 C
+        adapters                           e lora_rank for each
 
     and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
     checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
@@ -202,6 +220,7 @@ def activation_bytes(c, element):
     of_heads += element * F * (4 if c.mlp == "swiglu" else 2)
     stream = 8 * C + (2 * C if c.dropout else 0)
     block = (stream + of_heads) / c.tp + products * element * C
+    block += element * c.lora_rank * len(c.lora_targets.split(",")) if c.lora_rank else 0
     block += (2 * 4 * C if c.tp > 1 else 0) / c.tp  # the norms' outputs before they are gathered
     blocks = 4 * C * c.n_layer / c.tp + block if c.activation_checkpointing == "block" else block * c.n_layer
     return round(c.batch_size * c.block_size / c.cp * (blocks + (4 + 4) * C))
@@ -209,11 +228,11 @@ def activation_bytes(c, element):
 
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
-    and after; the head's gradient, made with them in float32, and autocast's copy of the head."""
+    and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
     rows, columns = model.wte.weight.shape
     rows //= c.tp
-    chunk = min(c.batch_size * c.block_size // c.cp, LOSS_CHUNK)
-    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (4 + (element if element < 4 else 0))
+    chunk, gradient = min(c.batch_size * c.block_size // c.cp, LOSS_CHUNK), 4 if model.wte.weight.requires_grad else 0
+    return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
 def sent_bytes(c, place, linears, root, element, norms):
@@ -224,7 +243,7 @@ def sent_bytes(c, place, linears, root, element, norms):
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
     shard of their sum over the replicas once an update, Muon gathers its matrices once. Context parallelism gathers keys and values and
     scatters their gradients, tensor parallelism moves the residual stream, in float32. Losses, norms and evaluation are left out: some
-    bytes, or rare. norms: shapes of those in the blocks.
+    bytes, or rare. norms: those in the blocks. Only what is trained has gradients.
     """
     def ring(n):
         return (n - 1) / n
@@ -245,10 +264,10 @@ def sent_bytes(c, place, linears, root, element, norms):
         shared["all-gather of activations"] = each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
         shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
         shared["all-reduce of activations"] = each * 2 * ring(place.tp) * (whole + 4)
-        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(map(math.prod, norms))  # of norms, from each rank's tokens
+        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))  # of norms, from each rank's tokens
     shared = {kind: round(b) for kind, b in shared.items()}
     if place.layout != "fsdp":
-        buffer = 4 * sum(map(math.prod, (*linears, *root)))
+        buffer = 4 * sum(math.prod(p.shape) for p in with_gradients((*linears, *root)))
         if place.ranks == 1:
             return {}
         if c.deterministic:  # sync.exchange, once for each subtree
@@ -258,9 +277,9 @@ def sent_bytes(c, place, linears, root, element, norms):
         return {"all-reduce": round(2 * ring(place.ranks) * buffer), **shared}
     blocks, whole = padded(linears, n), padded(root, n)
     gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
-    scattered = 4 * (blocks + whole)
+    scattered = 4 * padded(with_gradients((*linears, *root)), n)
     if c.optimizer == "muon":  # gathers whole matrices once, in float32
-        gathered += 4 * padded([shape for shape in linears if len(shape) == 2], n) / each
+        gathered += 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n) / each
     sent = {"all-gather": round(each * ring(n) * gathered)}
     sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
     if (r := place.replicas) > 1 and c.deterministic:
@@ -285,10 +304,12 @@ def print_plan(config, say):
     if max(p["mesh"].values()) > 1:
         layout += f" ({', '.join(f'{axis} {n}' for axis, n in p['mesh'].items() if n > 1)})"
     micro, rows, length = p["batch"]
+    trained = "" if p["trained"] == p["parameters"] else f", of which {p['trained']:,} are trained"
     lines = [
         f"plan: {layout}, {p['dtype']} on {p['gpu']}; nothing is trained",
-        f"parameters      {p['parameters']:,}; vocabulary {p['vocabulary']}",
-        f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['groups']} a {'process' if p['groups'] == p['processes'] else 'group'}) "
+        f"parameters      {p['parameters']:,}{trained}; vocabulary {p['vocabulary']}",
+        f"tokens          {p['tokens_per_update']:,} an update ({micro} micro-batches of {rows} x {length}, {micro // p['groups']} a "
+        f"{'process' if p['groups'] == p['processes'] else 'group'}) "
         f"x {p['updates']:,} updates = {short_number(p['tokens'])}{p['how_long']}",
         f"FLOPs           {short_number(p['flops_per_token'])} a token, {p['flops']:.3g} in all",
         f"time            {p['hours']:,.1f} hours ({short_time(3600 * p['hours'])}) at {ASSUMED_MFU:.0%} of the peak of {p['peak'] / 1e12:,.0f} TFLOP/s, "

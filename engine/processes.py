@@ -49,6 +49,7 @@ class Place:
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
     job_started: float = field(default_factory=lambda: time.monotonic() - job_seconds())  # of the oldest torchrun in it; on rank 0
+    bar: Any = None  # the live line under what is said, on a terminal
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
@@ -101,7 +102,13 @@ class Place:
     def say(self, sentence):
         """Prints, once for all ranks."""
         if self.speaks:
+            self.close()
             print(sentence, flush=True)
+
+    def close(self):
+        """Takes the live line off the terminal, until it is drawn again."""
+        if self.bar is not None:
+            self.bar.clear()
 
     def meet(self):
         """Agrees with the other ranks on keys of their own for this start, and on how old the job is. torchrun's store may hold what an
@@ -146,13 +153,15 @@ class Place:
         return json.loads(self.store.get(key))
 
     def wait_for(self, key, seconds):
-        """Whether a key appears in the store within so many seconds. A second at a time: Python sees no signal inside the store's wait."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait([key], datetime.timedelta(seconds=min(1, left)))
-                return True
-        return self.store.check([key])
+        """Whether a key appears in the store within so many seconds. It is looked for: Python sees no signal inside the store's own wait, and
+        each short wait of the store's that ends without the key is two lines of warnings in the log."""
+        started = time.monotonic()
+        while not self.store.check([key]):
+            waited = time.monotonic() - started
+            if waited > seconds:
+                return False
+            time.sleep(min(0.5, 0.001 + waited / 20))
+        return True
 
     def own_store(self, name):
         """A connection to the store for another thread, with keys of its own: a wait in one holds up whoever shares it. None alone."""
@@ -345,7 +354,7 @@ def compare_ranks(place, config, data_fingerprint):
     """UserError unless all machines run the same code on the same settings and tokens; paths and names may differ."""
     if place.store is None:
         return
-    local_keys = ("out_dir", "dataset", "general_dataset", "replay_dataset", "init_from", "wandb_run_name")
+    local_keys = ("out_dir", "dataset", "general_dataset", "replay_dataset", "init_from", "hellaswag", "wandb_run_name")
     settings = {k: v for k, v in as_dict(config).items() if k not in local_keys}
     digest = hashlib.sha256()
     for folder in ("", "engine", "data"):
@@ -362,7 +371,7 @@ def compare_ranks(place, config, data_fingerprint):
         if other["code"] != first["code"]:
             problems.append(f"{where} runs other code than rank 0: bring every machine to the same version")
         if other["data"] != first["data"]:
-            problems.append(f"the data set on {where} holds other tokens than that of rank 0: copy it, or prepare it there in the same way")
+            problems.append(f"the data set (or the file of hellaswag) on {where} holds other tokens than that of rank 0: copy it, or prepare it there in the same way")
     if problems:
         raise UserError(*problems)
 

@@ -89,7 +89,7 @@ def told_once(place, watch):
     """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
     without collectives, since the others may wait in one."""
     try:
-        with full_disk_told():
+        with full_disk_told(), contextlib.closing(place):
             yield
     except Stopped as stopped:
         if first_to(place, "stopped"):

@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 
-from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter
+from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter, write_meta
 from data.tokenizers import load_tokenizer
 from engine import checkpoint as ckpt
 from engine.config import ROOT
@@ -125,7 +125,8 @@ def toy_settings(config, mesh, micro_batches):
         "sample_tokens": 0, "log_interval": 10, "check_replicas_interval": 10 if config.check_replicas_interval else 0,
         "device": "cpu", "backend": "auto", "compile": False, "cpu_offload": False, "threads": 1, "collective_seconds": 60,
         "dtype": "float32" if config.dtype == "float32" else "bfloat16",  # what the rung computes in on a GPU
-        "init_from": "scratch", "resume": "auto", "resume_step": None, "eval_only": False, "wandb_log": False,
+        "init_from": "scratch", "resize_vocab": False, "lora_rank": min(config.lora_rank, 4), "resume": "auto", "resume_step": None, "eval_only": False,
+        "hellaswag": None, "wandb_log": False, "tensorboard_log": False, "profile": 0,
     }
 
 
@@ -144,8 +145,7 @@ def toy_data(config, folder):
                 marks[0] |= BEGIN
                 writer.write(rng.integers(0, VOCABULARY, n), marks)
             splits[split] = {"shards": writer.close()}
-        ckpt.write_json(os.path.join(path, "meta.json"), {"format_version": META_VERSION, "vocab_size": VOCABULARY, "tokenizer": tokenizer.identity(),
-                                                          "splits": splits})
+        write_meta(path, tokenizer, {"format_version": META_VERSION, "vocab_size": VOCABULARY, "tokenizer": tokenizer.identity(), "splits": splits})
         return path
 
     text = make("text", {"train": 20_000, "val": 1_000}, lambda count: [count])

@@ -9,7 +9,8 @@ import shutil
 import time
 
 from engine import checkpoint as ckpt
-from engine.config import ARCHITECTURE, CURVE
+from engine import lora
+from engine.config import ADAPTERS, ARCHITECTURE, CURVE
 from engine.errors import UserError
 from engine.families import with_new_rows
 
@@ -60,16 +61,19 @@ def load_values(place, model, optimizer, scale, config, resumed, weights):
         return resumed.step, resumed.samples, list(saved["skips"])
     optimizer.reset()
     scale.reset()
+    adapters = lora.first_values(parameters, config.seed)
     if weights:
         sources, had = weights.sources, weights.model_config.vocab_size
         if config.vocab_size > had:
             sources = with_new_rows(sources, had, model.first_values(config.seed))
-        ckpt.fill(place, parameters, parameters, sources, weights.path)
-        if weights.checkpoint and config.init_optimizer:
+        ckpt.fill(place, parameters, parameters, sources | adapters, weights.path)
+        if weights.checkpoint and config.init_optimizer and (config.lora_rank or weights.checkpoint.manifest["config"].get("lora_rank")):
+            place.say(f"note: the optimizer starts anew: what {weights.path} has of it is not about the parameters that are trained here")
+        elif weights.checkpoint and config.init_optimizer:
             ckpt.fill(place, parameters, optimizer.state(), weights.checkpoint.sources("optimizer"), weights.path)
             optimizer.updates = weights.checkpoint.manifest["optimizer_updates"]
     else:
-        ckpt.fill(place, parameters, parameters, model.first_values(config.seed), "the first values")
+        ckpt.fill(place, parameters, parameters, model.first_values(config.seed) | adapters, "the first values")
     return 0, 0, []
 
 
@@ -83,7 +87,7 @@ def check_resumable(resumed, config, feed, say):
     saved = resumed.manifest
     if sentence := keep_saved(config, saved["config"]):
         say(f"note: {sentence}")
-    changed = compare_with_saved(config, {**vars(resumed.model_config()), **saved["config"]}, resumed.path)  # older ones lack newer switches
+    changed = compare_with_saved(config, {"lora_rank": 0, **vars(resumed.model_config()), **saved["config"]}, resumed.path)  # older ones lack newer switches
     old, new = saved["tokenizer"], feed.tokenizer_identity
     if old and new and old["fingerprint"] != new["fingerprint"]:
         raise UserError(f"{resumed.path} was trained with tokenizer {old['name']} ({old['fingerprint'][:12]}), dataset {config.dataset} is "
@@ -150,7 +154,7 @@ def compare_with_saved(config, saved, where):
         return [(k, saved[k], getattr(config, k)) for k in keys if k in saved and saved[k] != getattr(config, k)]
 
     wrong = [f"{k} is {old} in {where} and {new} in this configuration: a checkpoint cannot change its architecture; "
-             f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE)]
+             f"give {k}={old}, or another out_dir to start a new run" for k, old, new in changes(ARCHITECTURE) + changes(ADAPTERS)[:1]]
     if wrong:
         raise UserError(*wrong)
     curve = changes(CURVE + (["threads", "compile", "cp", "tp"] if config.deterministic else []))

@@ -47,7 +47,8 @@ class Saver:
             return False
         self.step = state["step"]
         if self.thread and not last:
-            self.snapshot = Snapshot(tensors, self.buffers, self.place.device) if self.place.writes else None
+            changing = {"model": {n: t for n, t in tensors["model"].items() if self.parameters[n].requires_grad}, "optimizer": tensors["optimizer"]}
+            self.snapshot = Snapshot(changing, self.buffers, self.place.device) if self.place.writes else None
             self._do(self._write, state, tensors, self.snapshot, time.perf_counter() - asked)
         else:
             self._write(state, tensors)
@@ -117,7 +118,7 @@ class Snapshot:
     """
 
     def __init__(self, tensors, buffers, device):
-        """tensors: {part: {name: tensor}}, in the order in which they are read. buffers: CPU memory to copy to, kept from save to save,
+        """tensors: {part: {name: tensor}} that change in an update, in the order in which they are read. buffers: CPU memory to copy to, kept from save to save,
         since fresh memory costs more than the copy."""
         self.tensors = {id(t): (f"{part}/{name}", t) for part, found in tensors.items() for name, t in found.items()}
         self.buffers, self.cuda, self.stalled = buffers, device.type == "cuda", 0.0

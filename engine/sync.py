@@ -128,15 +128,16 @@ def power_of_two_in(n):
 class Sync:
     """What the ranks of a run do together, for one layout: single, ddp or fsdp (with replicas: HSDP).
 
-    `model` is called in the loop; `plain` is the module whose parameters are trained.
+    `model` is called in the loop; `plain` is the module whose parameters, or whose adapters, are trained.
     """
 
     def __init__(self, plain, place, config):
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
+        self.trained = [p for p in self.parameters if p.requires_grad]  # with adapters these alone have gradients
         # what all ranks of a layer hold whole, the first one's norm counts
-        self.counted = [p for p in self.parameters if place.rank % place.tp == 0 or tensor_dim(p) is not None]
+        self.counted = [p for p in self.trained if place.rank % place.tp == 0 or tensor_dim(p) is not None]
         each = config.micro_batches // place.groups
         # neighbours go to one rank where their sum is made there; FSDP exchanges every micro-batch, and so do ranks that share sequences
         self.run = power_of_two_in(each) if self.deterministic and self.layout != "fsdp" and place.cp == 1 else 1
@@ -179,8 +180,8 @@ class Sync:
         self.own.start_piece()
         if not self.deterministic:
             return
-        gradients = [local(p.grad) for p in self.parameters]
-        for p in self.parameters:
+        gradients = [local(p.grad) for p in self.trained]
+        for p in self.trained:
             p.grad = None
         self.inner.add(gradients)
         if (i + 1) % self.run == 0:
@@ -191,7 +192,7 @@ class Sync:
         """Deterministic: the tree's total becomes the parameters' gradients."""
         if not self.deterministic:
             return
-        for p, total in zip(self.parameters, self.outer.total()):
+        for p, total in zip(self.trained, self.outer.total()):
             if hasattr(p, "to_local"):
                 total = type(p).from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
             p.grad = total

@@ -108,5 +108,9 @@ def check_tensor(config, place):
                         "dropout=0 would work, or tp=1")
     if c.optimizer == "muon":
         problems.append(f"optimizer=muon with tp={c.tp}: it works on whole matrices, and these are cut in both directions; optimizer=adamw would work, or tp=1")
+    if c.lora_rank:
+        problems.append(f"lora_rank={c.lora_rank} with tp={c.tp}: adapters are not cut with their matrices yet; tp=1 would work, with parallel=fsdp")
+    if c.hellaswag:
+        problems.append(f"hellaswag={c.hellaswag} with tp={c.tp}: ranks that share layers would score other items; tp=1 would work, or no hellaswag")
     if problems:
         raise UserError(*problems)

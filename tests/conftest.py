@@ -233,7 +233,7 @@ def write_records(folder, **splits):
     """A data set of records as prepare.py leaves one for SFT, by bytes. splits: train=[(ids, whether each is to be learnt)], val=..."""
     import numpy as np
 
-    from data.shards import BEGIN, LABEL, ShardWriter
+    from data.shards import BEGIN, LABEL, ShardWriter, write_meta
     from data.tokenizers import load_tokenizer
 
     os.makedirs(folder, exist_ok=True)
@@ -245,9 +245,8 @@ def write_records(folder, **splits):
             marks[0] |= BEGIN
             writer.write(np.asarray(ids), marks)
         described[split] = {"shards": writer.close()}
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump({"format_version": 1, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity(), "splits": described,
-                   "sft": {"train_on": "all"}}, f)
+    write_meta(folder, tokenizer, {"format_version": 1, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.identity(), "splits": described,
+                                   "sft": {"train_on": "all"}})
     return str(folder)
 
 

@@ -54,7 +54,7 @@ def _watch():
                     path=_os.path.join(config.out_dir, f"counted_{place.rank}.json"))
 
     def watched_step(self, *args, **kwargs):
-        held = {"weights": _bytes(map(_sync.local, _run["parameters"])), "gradients": _bytes(_sync.local(p.grad) for p in _run["parameters"])}
+        held = {"weights": _bytes(map(_sync.local, _run["parameters"])), "gradients": _bytes(_sync.local(p.grad) for p in _run["parameters"] if p.grad is not None)}
         steps[type(self)](self, *args, **kwargs)
         if type(self) is _run["optimizer"]:  # Muon has an AdamW inside
             with open(_run["path"], "w") as f:

@@ -194,6 +194,27 @@ def loading(folder):
         torch.distributed.barrier()
 
 
+def choices(folder):
+    """The endings that FOLDER/weights, sharded, choose for the items of FOLDER/items.jsonl, in batches of 1, 2 and 5 items."""
+    from data.tokenizers import byte_tokenizer
+    from engine import hellaswag
+    from engine.families import open_weights
+    from engine.watch import Watch
+
+    weights = open_weights(os.path.join(folder, "weights"), lambda sentence: None)
+    items = hellaswag.read_items(os.path.join(folder, "items.jsonl"), 0, byte_tokenizer(), weights.model_config.block_size, 257)
+    c = config(parallel="fsdp", batch_size=1, block_size=64, total_batch_size=8 * 64)
+    place, precision = joined(c)
+    model = build(place, c, precision, weights.model_config)
+    parameters = dict(model.named_parameters())
+    ckpt.fill(place, parameters, parameters, weights.sources, weights.path)
+    with Watch(place) as watch:
+        watch.start(c, 0)
+        found = [hellaswag.choose(model, items, batch_size, place, precision, watch).tolist() for batch_size in (4, 8, 20)]
+    with open(os.path.join(folder, f"choices-{place.rank}.json"), "w") as f:
+        json.dump(found, f)
+
+
 def attention(folder):
     """The largest errors of context parallelism's attention and gradients against scores written out, by case."""
     import numpy as np

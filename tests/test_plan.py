@@ -43,12 +43,14 @@ def config_of(*argv):
 UNEVEN = {**TINY, "n_embd": 45, "mlp_hidden": 131, "block_size": 15, "total_batch_size": 8 * 30, "max_iters": 3, "dtype": "float32"}
 LONGER = dict(block_size=16, total_batch_size=8 * 32, n_embd=44, mlp_hidden=132, n_head=4)  # what a mesh asks to be even
 MODERN = dict(tie_embeddings=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, n_head=4, n_kv_head=2, head_dim=6)
+LORA = dict(lora_rank=3, init_from="scratch")
 COUNTED = {  # processes: {name: settings}
     1: {"single": {}, "muon": dict(optimizer="muon")},
-    2: {"ddp": {}, "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
+    2: {"ddp": {}, "ddp-lora": LORA, "fsdp-lora": dict(parallel="fsdp", **LORA, **MODERN), "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
         "ddp-deterministic": dict(deterministic=True, total_batch_size=24 * 30)},
     4: {"ddp": {}, "fsdp": dict(parallel="fsdp", activation_checkpointing="block", dropout=0.1),
         "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),
+        "hsdp-lora-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True, optimizer="muon", lora_targets="q,up", **LORA),
         "hsdp": dict(parallel="fsdp", dp_replicate=2), "hsdp-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True),
         "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN),
         "cp4": dict(cp=4, **LONGER), "cp2-fsdp": {**LONGER, **MODERN, "cp": 2, "parallel": "fsdp", "activation_checkpointing": "block"},

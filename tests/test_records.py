@@ -301,6 +301,7 @@ def test_nothing_left_says_why(tmp_path):
     (dict(train_on="first"), "--train_on first: expected all or last"), (dict(block_size=0), "--block_size 0"), (dict(fields="a=b"), "fields=a=b: expected"),
     (dict(tokenizer=None), "no tokenizer given.*--tokenizer=PATH, gpt2 or byte"), (dict(tokenizer="bite"), "unknown tokenizer 'bite': did you mean byte"),
     (dict(val_fraction=1), "--val_fraction 1"), (dict(task="rl"), "--task rl: expected pretrain or sft"), (dict(task="pretrain", train_on="last"), "add --task=sft"),
+    (dict(file="f"), "--file and --text_field are about text"),
     (dict(source="arithmetics"), "no source of records 'arithmetics': did you mean arithmetic"), (dict(source="arithmetic", task="pretrain"), "prepare it with --task=sft")])
 def test_options_that_cannot_be_meant_are_one_sentence(options, told, tmp_path):
     path = write(tmp_path / "r", GOOD)
@@ -409,6 +410,13 @@ def test_a_report_that_is_none_is_one_sentence(tmp_path):
 
 
 @QUICK
+def test_bytes_that_are_no_text_are_replaced_and_counted_where_bad_records_are_skipped(tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b'{"question": "q", "answer": "a\xff"}\n')
+    folder = sft(tmp_path / "r.jsonl", tmp_path / "out", skip_bad=True)
+    assert texts(folder)[0][1] == f"a\ufffd{END}" and read_report(folder)["characters_replaced"] == 1
+
+
+@QUICK
 def test_halves_of_surrogate_pairs_stop_nothing(tmp_path):
     folder = sft(write(tmp_path / "r", ['{"question": "\\ud800", "answer": "a\\udfff"}', qa(1)]), tmp_path / "out", val_fraction=0)
     assert texts(folder)[0][1] == f"a\ufffd{END}"
@@ -418,7 +426,6 @@ def test_halves_of_surrogate_pairs_stop_nothing(tmp_path):
 # ----------------------------------------------------------------------------------------------- arithmetic; size; its end
 
 
-@QUICK
 def test_arithmetic_is_right_complete_and_always_the_same(tmp_path):
     found = list(arithmetic())
     asked = [record["question"] for record in found]
