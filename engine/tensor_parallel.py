@@ -84,6 +84,13 @@ class TensorParallel:
         return logits.sub_(lse[:, None])
 
 
+    def hits(self, log_p, here, index):
+        """Whether the target is the likeliest of the whole vocabulary, (N,) bool: this rank has it where `here` (N,), at index (N, 1)."""
+        own = log_p.gather(1, index)[:, 0].masked_fill(~here, float("-inf"))
+        best, target = self.gather(torch.stack((log_p.amax(-1), own))).amax(0)
+        return target >= best
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tensor):
