@@ -63,6 +63,11 @@ class Part:
             self.labels = self.labels.to(device, non_blocking=True)
         return self
 
+    def among_all(self, B):
+        """Where this rank's tokens (B, T / cp) lie among the B * T of whole sequences, (B * T / cp,) int64."""
+        at = self.at.to(self.positions.device)
+        return (torch.arange(B, device=at.device)[:, None] * (2 * self.context.size * self.chunk) + at).flatten()
+
     @torch.compiler.disable  # the runs are others in each batch
     def attend(self, q, k, v):
         """Causal attention of this rank's queries (B, H, T / cp, D) to all keys before them: its k, v (B, K, T / cp, D) and the others'."""

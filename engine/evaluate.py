@@ -32,7 +32,6 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
     divisor = max(1, reader.labels(0, n_windows))
     n_batches = -(-n_windows // batch_size)
     model.eval()
-    answers = answers and place.groups == place.ranks  # ranks that share a row have no answer whole
     losses, right = [], torch.zeros(2, dtype=torch.int64)
     for i in range(place.group, -(-n_batches // place.groups) * place.groups, place.groups):
         if watch.here():
@@ -42,11 +41,13 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
         with precision.context(place.device.type):
             losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor, documents=documents, hits=hits))
         if answers:
+            if place.cp > 1:  # an answer may lie on several ranks
+                hits = all_gather(hits.byte(), place.context_group).amax(0).bool()
             right += right_answers(hits.cpu(), y, documents)
     losses = torch.stack(losses)
     if place.ranks > 1:
         losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows
-        right = all_gather(right.to(place.device)).sum(0)
+        right = all_gather(right.to(place.device))[::place.cp * place.tp].sum(0)  # ranks of a group have counted the same
     found = {"loss": losses.cpu().double().sum().item()}
     return {**found, "accuracy": right[0].item() / right[1].item()} if answers else found
 

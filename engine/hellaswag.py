@@ -104,14 +104,14 @@ def choose(model, items, batch_size, place, precision, watch):
     """(items, 2) int64 on every rank: the ending of least mean loss and that of least summed loss of each item; None where all ranks have been told
     to stop.
 
-    A batch holds whole items, about batch_size rows. Ranks take batches in turn, and one without a batch left runs the first again: sharded layers
-    need it. A batch holds the same items on any count of ranks.
+    A batch holds whole items, about batch_size rows. Ranks take batches in turn, those that share layers the same, and one without a batch
+    left runs the first again: sharded layers need it. A batch holds the same items on any count of ranks.
     """
     each = max(1, batch_size // items.x.size(1))
-    n_batches = -(-len(items) // each)
+    n_batches, turn, turns = -(-len(items) // each), place.rank // place.tp, place.ranks // place.tp
     model.eval()
     chosen = []
-    for i in range(place.rank, -(-n_batches // place.ranks) * place.ranks, place.ranks):
+    for i in range(turn, -(-n_batches // turns) * turns, turns):
         if watch.here():
             return None
         first = i * each if i < n_batches else 0
@@ -125,7 +125,7 @@ def choose(model, items, batch_size, place, precision, watch):
         chosen.append(F.pad(found, (0, 0, 0, each - len(found))))  # (each, 2): the last batch may hold fewer
     chosen = torch.stack(chosen)
     if place.ranks > 1:
-        chosen = all_gather(chosen).transpose(0, 1)  # (ranks, batches, ...) -> in the order of the items
+        chosen = all_gather(chosen)[::place.tp].transpose(0, 1)  # (turns, batches, ...) -> in the order of the items
     return chosen.reshape(-1, 2)[:len(items)].cpu()
 
 

@@ -83,6 +83,12 @@ class TensorParallel:
         lse = self.gather(torch.logsumexp(logits, dim=-1)).logsumexp(dim=0)
         return logits.sub_(lse[:, None])
 
+    def hits(self, log_p, here, index):
+        """Whether the target is the likeliest of the whole vocabulary, (N,) bool: this rank has it where `here` (N,), at index (N, 1)."""
+        own = log_p.gather(1, index)[:, 0].masked_fill(~here, float("-inf"))
+        best, target = self.gather(torch.stack((log_p.amax(-1), own))).amax(0)
+        return target >= best
+
 
 class _Whole(torch.autograd.Function):
     @staticmethod
@@ -98,11 +104,13 @@ class _Whole(torch.autograd.Function):
 def check_tensor(config, place):
     """UserError where the sizes of the model or the settings of a run do not fit tensor parallelism."""
     c, problems = config, []
-    hidden = c.mlp_hidden or 64  # a default is a multiple of 64 or of n_embd
-    sizes = {"n_head": c.n_head, "n_kv_head": c.n_kv_head or c.n_head, "block_size / cp": c.block_size // c.cp, "mlp_hidden": hidden}
+    hidden = c.mlp_hidden or (64 if c.mlp == "swiglu" else 4 * c.n_embd)  # swiglu's default is a multiple of 64
+    sizes = {"n_head": c.n_head, "n_kv_head": c.n_kv_head or c.n_head, "block_size / cp": c.block_size // c.cp, "mlp_hidden": hidden,
+             "a padded vocabulary's multiple": 64}
     if wrong := [f"{name}={n}" for name, n in sizes.items() if n % c.tp]:
         works = [str(t) for t in range(1, place.ranks // c.cp + 1) if place.ranks % (t * c.cp) == 0 and not any(n % t for n in sizes.values())]
-        problems.append(f"tp={c.tp} does not divide {', '.join(wrong)}: heads, the MLP's columns and tokens are dealt out evenly; tp={' or '.join(works)} would work")
+        problems.append(f"tp={c.tp} does not divide {', '.join(wrong)}: heads, the MLP's columns, tokens and the vocabulary are dealt out evenly; "
+                        f"tp={' or '.join(works)} would work")
     if c.dropout:
         problems.append(f"dropout={c.dropout} with tp={c.tp}: which numbers are dropped would follow the cut of the layers, another curve for each tp; "
                         "dropout=0 would work, or tp=1")
@@ -110,7 +118,5 @@ def check_tensor(config, place):
         problems.append(f"optimizer=muon with tp={c.tp}: it works on whole matrices, and these are cut in both directions; optimizer=adamw would work, or tp=1")
     if c.lora_rank:
         problems.append(f"lora_rank={c.lora_rank} with tp={c.tp}: adapters are not cut with their matrices yet; tp=1 would work, with parallel=fsdp")
-    if c.hellaswag:
-        problems.append(f"hellaswag={c.hellaswag} with tp={c.tp}: ranks that share layers would score other items; tp=1 would work, or no hellaswag")
     if problems:
         raise UserError(*problems)

@@ -31,6 +31,15 @@ def joined(c):
     return place, precision
 
 
+def joined_again(place, c, name):
+    """The same processes in another mesh."""
+    torch.distributed.destroy_process_group()
+    place.store = torch.distributed.PrefixStore(name, place.store)
+    precision, backend = processes.start(place, c)
+    processes.connect(place, backend)
+    return place, precision
+
+
 def build(place, c, precision, model_config):
     if place.layout == "fsdp":
         with torch.device("meta"):
@@ -203,14 +212,16 @@ def choices(folder):
 
     weights = open_weights(os.path.join(folder, "weights"), lambda sentence: None)
     items = hellaswag.read_items(os.path.join(folder, "items.jsonl"), 0, byte_tokenizer(), weights.model_config.block_size, 257)
-    c = config(parallel="fsdp", batch_size=1, block_size=64, total_batch_size=8 * 64)
-    place, precision = joined(c)
-    model = build(place, c, precision, weights.model_config)
-    parameters = dict(model.named_parameters())
-    ckpt.fill(place, parameters, parameters, weights.sources, weights.path)
-    with Watch(place) as watch:
-        watch.start(c, 0)
-        found = [hellaswag.choose(model, items, batch_size, place, precision, watch).tolist() for batch_size in (4, 8, 20)]
+    place, found = None, []
+    for name, mesh in {"fsdp": dict(parallel="fsdp"), "tp": dict(tp=2)}.items():
+        c = config(**mesh, batch_size=1, block_size=64, total_batch_size=8 * 64)
+        place, precision = joined(c) if place is None else joined_again(place, c, name)
+        model = build(place, c, precision, weights.model_config)
+        parameters = dict(model.named_parameters())
+        ckpt.fill(place, parameters, parameters, weights.sources, weights.path)
+        with Watch(place) as watch:
+            watch.start(c, 0)
+            found += [hellaswag.choose(model, items, batch_size, place, precision, watch).tolist() for batch_size in (4, 8, 20)]
     with open(os.path.join(folder, f"choices-{place.rank}.json"), "w") as f:
         json.dump(found, f)
 
@@ -259,13 +270,7 @@ def documents(folder):
     place = None
     for name, mesh in meshes.items():
         c = config(**{**dict(batch_size=3, block_size=32, total_batch_size=3 * 32), **mesh})
-        if place is None:
-            place, precision = joined(c)
-        else:
-            torch.distributed.destroy_process_group()
-            processes.choose_layout(place, c)
-            place.store = torch.distributed.PrefixStore(name, place.store)
-            processes.connect(place, "gloo")
+        place, precision = joined(c) if place is None else joined_again(place, c, name)
         for shape, more in shapes.items():
             model_config = ModelConfig(**{**dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=48), **more})
             model = build(place, c, precision, model_config)

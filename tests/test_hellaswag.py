@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("hellaswag")
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=48, n_layer=2, n_head=3, initializer_range=0.2, bos_token_id=256, eos_token_id=256)
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=48, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=256, eos_token_id=256)
     GPT2LMHeadModel(config).save_pretrained(folder / "weights")
     rng = random.Random(0)
 

@@ -315,10 +315,12 @@ def test_a_state_that_broke_before_the_first_checkpoint_starts_again_from_the_fi
 # ------------------------------------------------------------------------------------------------------------ slow ranks
 
 
-@pytest.mark.parametrize("fault, parallel, named", [(READS_SLOWLY, "ddp", True), (COMPUTES_SLOWLY, "ddp", True), (COMPUTES_SLOWLY, "fsdp", True), ("", "ddp", False)])
-def test_a_slow_rank_is_named(fault, parallel, named, data, tmp_path):
+@pytest.mark.parametrize("fault, layout, named", [
+    (READS_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
+    (READS_SLOWLY, dict(cp=2), True), ("", dict(parallel="ddp"), False)])
+def test_a_slow_rank_is_named(fault, layout, named, data, tmp_path):
     (tmp_path / "slow.py").write_text(fault)
-    process = start(4, tmp_path / "run", data, tmp_path / "slow.py", parallel=parallel, max_iters=30, total_batch_size=8 * 32)
+    process = start(4, tmp_path / "run", data, tmp_path / "slow.py", max_iters=30, total_batch_size=8 * 32, **layout)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
     found = [r for r in records(tmp_path / "run", "event") if r["event"] == "slow_rank"]
