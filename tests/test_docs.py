@@ -37,8 +37,8 @@ NOT_RUN = {
 
 # Exit codes that are not 0, and words that have to be in what is printed
 CODES = {
-    "timeout -s KILL 20 python train.py --max_iters=40 --save_interval=10 --out_dir=out/killed": (0, 137),
-    "python -m engine.metrics out/one out/ddp --out=out/ddp.png": (0, 1),
+    "timeout -s KILL 20 python train.py --max_iters=40 --save_interval=10 --out_dir=out/killed": (0, -9),
+    "python -m engine.metrics out/one out/fast --out=out/fast.png": (0, 1),
     "python -m engine.metrics out/quickstart out/longer": (0, 1),
     "python train.py --optimizer=adamw --learning_rate=3 --grad_clip=0 --warmup_iters=0 --max_iters=40 --out_dir=out/wrong": (0, 1),
 }
@@ -89,7 +89,7 @@ def toy(words, python):
     words = [w.replace("FOLDER_OR_NAME", "out/quickstart_hf").replace("nproc_per_node=8", "nproc_per_node=2") for w in words]
     if "train.py" in words and not {"--rehearse", "--check", "--help"} & set(words) and not any(w.startswith("--plan") for w in words):
         short = any(re.fullmatch(r"--max_iters=[1-4]?\d", w) for w in words)
-        words = [w for w in words if not w.startswith("--total_batch_size")] + TOY + ([] if short else ["--max_iters=6", "--lr_decay_iters=6"])
+        words = [w for w in words if not w.startswith("--total_batch_size")] + TOY + ([] if short else ["--max_iters=6"])
     if words[:2] == ["python", "prepare.py"] and "shakespeare_char" in words:
         words += ["--file", "shakespeare.txt"]
     if words[:2] == ["python", "prepare.py"] and not os.path.isdir(ASSETS):
@@ -138,7 +138,7 @@ def test_every_command_works(repository):
             continue
         done = subprocess.run(toy(words, sys.executable), cwd=repository, env=environment, input="def\n/exit\n", capture_output=True, text=True, timeout=600)
         print(f"$ {command}\n{done.stdout[-1500:]}{done.stderr[-1500:]}", flush=True)
-        if done.returncode % 256 not in CODES.get(command, (0,)) or SAYS.get(command, "") not in done.stdout:
+        if done.returncode not in CODES.get(command, (0,)) or SAYS.get(command, "") not in done.stdout:
             failed.append(f"{command}\nended with {done.returncode}: {done.stdout[-600:]}{done.stderr[-600:]}")
     assert not failed, "\n\n".join(failed)
 
