@@ -7,7 +7,7 @@ Data      made up on the spot: all sums of two numbers below 100, 5% of them nev
 Start     python train.py configs/sft_quickstart.py
 Watch     the share of held-out answers that are right, 0% at the start; the loss on general text beside it. Then --replay_fraction=0:
           the answers come sooner and the text is lost.
-Reaches   100% of 510 held-out answers right (0% before), in about 95 s of training on two CPU cores; the loss on general text rises from
+Reaches   100% of 510 held-out answers right (0% before), in about 100 s of training on two CPU cores; the loss on general text rises from
           0.97 to 1.23 nats a byte (at update 300, before the sums are understood, it is 1.70).
           Ask it: python sample.py --out_dir=out/sft_quickstart --chat
 """

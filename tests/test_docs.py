@@ -2,6 +2,7 @@
 
 import ast
 import glob
+import json
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ NOT_RUN = {
     "python train.py configs/gpt2_124m.py --init_from=gpt2 --dataset=mine --learning_rate=3e-5 --out_dir=out/tuned": DOWNLOADS,
     "torchrun --nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv_backend=c10d --rdzv_id=gpt2 --rdzv_endpoint=10.0.0.1:29400 "
     "train.py configs/gpt2_124m_2node.py --check": "needs two machines; tests/test_two_machines.py makes them",
+    "python train.py configs/qwen3_sft.py --model Qwen/Qwen3-0.6B --dataset my_data.json": DOWNLOADS,
     "sbatch configs/launch/slurm.sbatch": "needs Slurm",
     "wandb login": "needs an account", "wandb sync": "needs an account",
     "python -m tests.bench --peer PATH_TO_NANOGPT": MEASURES, "python -m tests.bench.scaling": MEASURES, "python -m tests.bench.saving": MEASURES,
@@ -115,6 +117,7 @@ def repository(tmp_path):
     (copy / "my_texts").mkdir()
     (copy / "my_texts" / "a.txt").write_text(some_text(30_000))
     (copy / "shakespeare.txt").write_text(some_text(30_000))
+    (copy / "my_data.json").write_text(json.dumps([{"question": f"What is {a}?", "answer": str(a)} for a in range(40)]))
     (copy / "questions.jsonl").write_text('{"prompt": "def"}\n{"messages": [{"role": "user", "content": "class"}]}\n')
     (copy / "hellaswag_val.jsonl").write_text('{"ctx": "def return", "endings": ["if", "else", "for", "in"], "label": 2}\n' * 3)
     for name in ("stdlib", "fineweb10B"):
