@@ -116,6 +116,9 @@ def read_folders(config, weights, folders, say):
         vocab_size = max(vocab_size, train.vocab_size or 0)
     tokenizer = find_tokenizer(train, folder, weights, vocab_size, config.task, say)
     if weights and config.task == "sft" and tokenizer and tokenizer.vocab_size > vocab_size:
+        if config.lora_rank:
+            raise UserError(f"{weights.path} has no control tokens for a chat: their rows are new, and lora_rank={config.lora_rank} would leave them at their "
+                            "first values; lora_rank=0 would work, or a model with a chat template")
         say(f"note: rows {vocab_size} to {tokenizer.vocab_size - 1} of the vocabulary, the control tokens of a chat, are new to {weights.path} and start from "
             "first values")
         vocab_size = tokenizer.vocab_size

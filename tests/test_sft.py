@@ -238,6 +238,8 @@ def test_a_file_of_records_is_prepared_with_the_tokenizer_of_the_weights_and_fou
         assert len(made) == 1, "the run that went on prepared it anew"
         other = run_script("train.py", *words, "--max_iters=5", "--train_on=last", cwd=ROOT)
         assert other.code == 2 and len(other.errors) == 1 and "train_on was all" in other.errors[0]
+        frozen = run_script("train.py", *words, "--lora_rank=2", f"--out_dir={tmp_path / 'frozen'}", cwd=ROOT)
+        assert frozen.code == 2 and len(frozen.errors) == 1 and "has no control tokens for a chat" in frozen.errors[0]
     finally:
         for folder in glob.glob(os.path.join(ROOT, "data", f"{name}-*")):
             shutil.rmtree(folder)
