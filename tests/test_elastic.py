@@ -71,7 +71,8 @@ def lose_one(agent, run, env):
     return first
 
 
-@pytest.mark.parametrize("env", [OWN_STORE, pytest.param({}, marks=pytest.mark.full)], ids=["own store", "torch's shared store"])
+@pytest.mark.full
+@pytest.mark.parametrize("env", [OWN_STORE, {}], ids=["own store", "torch's shared store"])
 def test_the_machine_that_is_left_goes_on_alone(env, agent, data, tmp_path):
     lose_one(agent, tmp_path / "run", env).kill()
     check_bits(tmp_path, data)

@@ -34,7 +34,7 @@ RUNGS = {
     "qwen3_sft": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "qwen3_8b_sft_fsdp": (8, "fsdp", "H100", 2, (1, 2, 1, 1)),
 }
-BRIEF = ("quickstart", "sft_quickstart", "gpt2_350m_long", "llama_8b_hsdp")  # rehearsed by default: one process, SFT, cp, replicas of shards
+BRIEF = ("quickstart", "sft_quickstart", "llama_8b_hsdp")  # rehearsed by default: one process, SFT, replicas of shards
 
 
 def config_of(*argv):
@@ -213,7 +213,7 @@ def test_a_rehearsal_that_fails_says_why(tmp_path):
     assert result.code == 1 and "before its first checkpoint" in result.out and "ZeroDivisionError" in result.out
 
 
-@pytest.mark.parametrize("name, n", [("gpt2_124m_ddp", 2), ("llama_8b_hsdp", 4)])
+@pytest.mark.parametrize("name, n", [("gpt2_124m_ddp", 2), pytest.param("llama_8b_hsdp", 4, marks=pytest.mark.full)])
 def test_under_torchrun_the_processes_that_are_there_rehearse(name, n, tmp_path):
     result = torchrun(n, "train.py", f"configs/{name}.py", "--rehearse", f"--out_dir={tmp_path / 'run'}", env={"TMPDIR": str(tmp_path)})
     assert result.code == 0 and result.out.count("all is well") == 1 and "update 20, sample" in result.out, result.err
