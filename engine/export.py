@@ -118,7 +118,9 @@ def turn_ends(tokenizer):
 
 
 def speaks_chatml(tokenizer):
-    return tokenizer is not None and not tokenizer.chat_template and {"<|im_start|>", "<|im_end|>"} <= tokenizer.controls.keys()
+    from data.chat import CHATML_TOKENS
+
+    return tokenizer is not None and not tokenizer.chat_template and set(CHATML_TOKENS) <= tokenizer.controls.keys()
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors

@@ -1,5 +1,6 @@
 """What a group of processes is asked in the tests below it: `torchrun ... tests/ranks.py QUESTION FOLDER`; each rank writes an answer."""
 
+import contextlib
 import json
 import os
 import sys
@@ -127,31 +128,19 @@ def memory(folder):
     model_config = ModelConfig(block_size=32, vocab_size=257, n_layer=8, n_head=4, n_embd=512, tie_embeddings=False)
     whole = sum(p.numel() * 4 for p in GPT(model_config).parameters()) if place.rank == 0 else 0
     whole = int(place.from_first(whole))
-    peak, watching = [rss()], True
-
-    def watch():
-        while watching:
-            peak.append(rss())
-            time.sleep(0.001)
-
     build(place, c, precision, ModelConfig(block_size=32, vocab_size=257, n_layer=1, n_head=4, n_embd=32))  # what is imported on the way is no model
     torch.distributed.barrier()
-    before = rss()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    model = build(place, c, precision, model_config)
-    optimizer = make_optimizer(model.named_parameters(), c)
-    optimizer.state()
-    built = max(peak) - before
-    watching = False
-    thread.join()
+    with rising() as built:
+        model = build(place, c, precision, model_config)
+        optimizer = make_optimizer(model.named_parameters(), c)
+        optimizer.state()
     sync = Sync(model, place, c)
     for i, _ in enumerate(sync.mine):
         sync.model(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long), divisor=256).backward()
     held = {"parameters": sum(local(p).numel() * 4 for p in model.parameters()), "gradients": sum(local(p.grad).numel() * 4 for p in model.parameters()),
             "optimizer": sum(t.numel() * 4 for t in optimizer.state().values())}
     with open(os.path.join(folder, f"memory-{place.rank}.json"), "w") as f:
-        json.dump({"whole": whole, "built": built, **held}, f)
+        json.dump({"whole": whole, "built": built(), **held}, f)
 
 
 def loading(folder):
@@ -178,27 +167,17 @@ def loading(folder):
             shard(m, place, c, precision)
         toy.to_empty(device="cpu")  # what is imported on the way is no model
         torch.distributed.barrier()
-        before, peak, watching = rss(), [0], True
-
-        def watch():
-            while watching:
-                peak.append(rss())
-                time.sleep(0.0005)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        model.to_empty(device="cpu")
-        parameters = dict(model.named_parameters())
-        ckpt.fill(place, parameters, parameters, open_weights(path).sources, path)
-        watching = False
-        thread.join()
+        with rising() as peak:
+            model.to_empty(device="cpu")
+            parameters = dict(model.named_parameters())
+            ckpt.fill(place, parameters, parameters, open_weights(path).sources, path)
         equal = True
         for n, p in parameters.items():
             first, behind = row_range(p)
             behind = min(behind, 257) if n in ("wte.weight", "head.weight") else behind  # a file has no padding
             equal &= torch.equal(local(p)[:max(0, behind - first)], model.first_value(n, p.shape, 0)[first:behind])
         with open(os.path.join(folder, f"loading-{name}-{place.rank}.json"), "w") as f:
-            json.dump({"whole": sum(p.numel() * 4 for p in parameters.values()), "peak": max(peak) - before, "equal": equal,
+            json.dump({"whole": sum(p.numel() * 4 for p in parameters.values()), "peak": peak(), "equal": equal,
                        "held": sum(local(p).numel() * 4 for p in parameters.values())}, f)
         torch.distributed.barrier()
 
@@ -324,24 +303,33 @@ def context_memory(folder):
     whole = kept(tokens)
     model.context = context
     torch.distributed.barrier()
+    with rising() as peak:
+        tokens = torch.randint(0, 50304, (1, 32768), generator=torch.Generator().manual_seed(0))
+        loss = sync.model(tokens, tokens.roll(-1), divisor=32768)
+        loss.backward()
+        total, _ = sync.sum_losses([loss.detach()])
+        norm = sync.gradient_norm().item()
+    with open(os.path.join(folder, f"context-{place.rank}.json"), "w") as f:
+        json.dump({"part": part, "whole": whole, "peak": peak(), "loss": total, "norm": norm}, f)
+
+
+@contextlib.contextmanager
+def rising():
+    """Yields a function that gives, inside or behind, by how many bytes this process has grown at most since the beginning."""
     before, peak, watching = rss(), [0], True
 
     def watch():
         while watching:
             peak.append(rss())
-            time.sleep(0.001)
+            time.sleep(0.0005)
 
     thread = threading.Thread(target=watch)
     thread.start()
-    tokens = torch.randint(0, 50304, (1, 32768), generator=torch.Generator().manual_seed(0))
-    loss = sync.model(tokens, tokens.roll(-1), divisor=32768)
-    loss.backward()
-    total, _ = sync.sum_losses([loss.detach()])
-    norm = sync.gradient_norm().item()
-    watching = False
-    thread.join()
-    with open(os.path.join(folder, f"context-{place.rank}.json"), "w") as f:
-        json.dump({"part": part, "whole": whole, "peak": max(peak) - before, "loss": total, "norm": norm}, f)
+    try:
+        yield lambda: max(peak) - before
+    finally:
+        watching = False
+        thread.join()
 
 
 def rss():
