@@ -52,7 +52,7 @@ class Documents:
             self.labels = self.labels.to(device, non_blocking=True)
         if device.type != "cpu" and self.mask is None:
             ids = self.ids().to(device, non_blocking=True)
-            if dense or device.type != "cuda":
+            if dense or device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():  # attention=plain
                 self.mask = dense_mask(ids)
             else:  # both here: blocks that are compiled find them ready
                 self.mask, self.flex = block_mask(ids, compiled=True), flex_attention()

@@ -115,6 +115,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda | cuda:N | mps
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     compile: bool | None = None  # torch.compile, a block at a time (default: on cuda)
+    attention: str = "auto"  # auto (the fastest kernel there is) | plain (scores written out: to see whether a kernel is at fault)
     threads: int = 0  # CPU threads (0: as torch chooses)
     backend: str = "auto"  # of torch.distributed: auto (nccl on cuda, else gloo) | nccl | gloo
 
@@ -179,6 +180,7 @@ CHOICES = {
     "lr_schedule": ("cosine", "wsd", "linear", "constant"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "backend": ("auto", "nccl", "gloo"),
+    "attention": ("auto", "plain"),
     "parallel": ("auto", "single", "ddp", "fsdp"),
     "activation_checkpointing": ("none", "block"),
 }

@@ -183,6 +183,8 @@ def check_context(config, place):
     if c.dropout:
         problems.append(f"dropout={c.dropout} with cp={c.cp}: which numbers are dropped would follow the cut of the sequence, another curve for each cp; "
                         "dropout=0 would work, or cp=1")
+    if c.attention == "plain":
+        problems.append(f"attention=plain with cp={c.cp}: parts are merged by what the flash kernels alone give; attention=auto would work, or cp=1")
     if c.device == "cuda" and c.dtype == "float32":
         problems.append(f"dtype=float32 with cp={c.cp}: the flash kernels of a GPU compute in half precision; dtype=bfloat16 would work")
     if problems:

@@ -305,6 +305,9 @@ def use_device(config):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT: float32 products on the tensor cores
         torch.backends.cudnn.allow_tf32 = True
+    if config.attention == "plain":  # of CPU kernels too, whatever the names say
+        for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
+            switch(False)
     config.device, config.dtype = device.type, precision.dtype
     if config.compile is None:
         config.compile = device.type == "cuda"
