@@ -14,7 +14,6 @@ from engine import recovery
 
 recovery.leave_if_ended()
 
-import inspect
 import math
 import os
 import time
@@ -36,7 +35,7 @@ from engine.lora import add_adapters
 from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.profiling import Profiler
-from engine.resume import check_resumable, find_resumable, load_values, set_beyond_aside, share, tell_architecture
+from engine.resume import check_resumable, find_resumable, load_values, outlook, set_beyond_aside, share, tell_architecture, tell_other_run
 from engine.saving import Saver
 from engine.sync import Sync, shard
 from engine.watch import Watch
@@ -44,8 +43,8 @@ from model import GPT, rope_table
 
 
 def main(argv):
-    if "--help" in argv:
-        print(__doc__, inspect.getsource(settings.Config), sep="\n")
+    if {"--help", "-h"} & set(argv):
+        print(__doc__, settings.reference(), sep="\n")
         return 0
     place = processes.join()  # alone, or one of the processes that torchrun started
     watch = Watch(place)  # signals, hangs
@@ -80,6 +79,8 @@ def run_rank(argv, place, watch):
                 resumed = find_resumable(run, config, place)
     resumed = share(place, resumed)
     with place.agreement():
+        if resumed:
+            tell_other_run(config, resumed, say)
         if config.init_from != "scratch":
             if resumed:
                 tell_architecture(config, resumed.model_config(), resumed.path, say)
@@ -158,11 +159,12 @@ def run_rank(argv, place, watch):
         tell_report(feed.train, run, config, say)
         say(describe(model, config, feed, place))
     if resumed:
-        say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}")
+        say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}{outlook(config, step)}")
         metrics.event(step, "resumed", changed=[[k, old, new] for k, old, new in changed])
-        if resumed.manifest["device"] != device.type or resumed.manifest["versions"]["torch"] != versions["torch"]:
-            say(f"note: it was written on {resumed.manifest['device']} by torch {resumed.manifest['versions']['torch']}, this is "
-                f"{device.type} and torch {versions['torch']}: the curve goes on, its last bits may differ")
+        then, now = ((m["device"], m["versions"]["torch"], m["threads"]) for m in (resumed.manifest, {
+            "device": device.type, "versions": versions, "threads": torch.get_num_threads()}))
+        if then != now:
+            say("note: it was written on {} by torch {} with {} threads, this is {}, torch {} and {}: the curve goes on, its last bits may differ".format(*then, *now))
 
     saver = Saver(run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
     bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()
@@ -203,7 +205,7 @@ def run_rank(argv, place, watch):
             return
         loss, (_, best) = found["loss"], metrics.best()
         rank = "" if not step else " (best so far)" if loss < best else f", best {best:.4f}"
-        say(f"step {step:,}: validation loss {loss:.4f}{rank}" + (f"; {found['accuracy']:.1%} of the answers right" if "accuracy" in found else "")
+        say(f"step {step:,}: validation loss {loss:.4f}{rank}" + (f"; {found['accuracy']:.1%} of {found['answers']:,} answers right" if "accuracy" in found else "")
             + (f"; on general text {general['loss']:.4f}" if general else ""))
         if scores:
             say(f"step {step:,}: HellaSwag {scores['acc_norm']:.2%} of {scores['items']:,} right by the mean loss of the ending, {scores['acc']:.2%} by its sum")
@@ -229,8 +231,8 @@ def run_rank(argv, place, watch):
                 sys.stdout.write(text)
 
         text, more = "", dict(temperature=0.8, top_k=200)
-        if config.task == "sft" and feed.val:
-            ids, end = feed.val.question()
+        if config.task == "sft":
+            ids, end = (feed.val or feed.train).question()
             text, more = tokenizer.decode(ids), dict(ids=ids, stop_token=end, temperature=0.0)
         say("--- sample")
         with precision.context(device.type):

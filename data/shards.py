@@ -16,6 +16,7 @@ import os
 
 import numpy as np
 
+from data.sources import NAMED
 from data.tokenizers import char_tokenizer_from_nanogpt, check_identity
 from engine.errors import UserError
 from engine.untrusted import read_json
@@ -249,7 +250,7 @@ class TokenDataset:
                                                                           f"*{self.split}*.bin"))))
         if not self.files:
             raise UserError(f"{self.path} has no {self.split} tokens: expected meta.json and its shards, "
-                            f"*{self.split}*.bin of llm.c, or nanoGPT's {self.split}.bin; make them with prepare.py")
+                            f"*{self.split}*.bin of llm.c, or nanoGPT's {self.split}.bin; of texts, python prepare.py {self.path} --name=mine makes them")
         if (len(self.files) == 1 and os.path.basename(self.files[0]) == f"{self.split}.bin"
                 and not begins_with_magic(self.files[0])):
             self.shards = [open_headerless(self.files[0])]
@@ -360,5 +361,10 @@ def find_dataset(name, root):
                    for path in glob.glob(os.path.join(glob.escape(root), "data", "*", pattern)))
     nearest = difflib.get_close_matches(name, there, n=1)
     guess = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UserError(f"no dataset {name!r}, neither as a folder nor as {folder}: {guess}"
-                    f"python prepare.py {name} makes it where {name} is a source that prepare.py knows")
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file, not a data set: python prepare.py {name} --tokenizer=byte --name=mine makes one of its text (byte needs no "
+                        "download; gpt2 is another), then --dataset=mine")
+    if name in NAMED:
+        raise UserError(f"the data set {name} is not prepared yet: python prepare.py {name} makes it")
+    raise UserError(f"no data set {name!r}: {guess}expected a folder that prepare.py has made, or a name under data/ (there: {', '.join(there) or 'none'}); "
+                    "python prepare.py SOURCE --name=mine makes one of text files, folders or a hub data set")

@@ -6,6 +6,7 @@ the class Config below: it is the reference.
 
 import dataclasses
 import difflib
+import inspect
 import math
 import os
 import runpy
@@ -124,7 +125,7 @@ class Config:
     keep_last: int = 2  # checkpoints to keep (-1: all)
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this (0: none)
 
-    async_save: bool = False  # write in the background, from a copy in CPU memory
+    async_save: bool = False  # write in the background: state is read where it lies, only what the next update would change is copied before it does
 
     # recovery
     max_bad_steps: int = 3  # updates in a row skipped for a loss or gradient that is not finite, before going back to the last checkpoint
@@ -159,6 +160,12 @@ class Config:
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def reference():
+    """Every setting with what is to be said about it, as it stands in this file and in model.py."""
+    return "\n".join(inspect.getsource(kind).partition("\n    def ")[0] for kind in (Config, ModelConfig))
+
 
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
 ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
@@ -259,6 +266,8 @@ def find_config_file(name):
         if os.path.isfile(path):
             return path
     rungs = sorted(f[:-3] for f in os.listdir(os.path.join(ROOT, "configs")) if f.endswith(".py"))
+    if "=" in name:
+        raise UserError(f"{name} is neither a config file nor an option: did you mean --{name}?")
     stem = os.path.splitext(os.path.basename(name))[0]
     raise UserError(f"there is no config file {name}{nearest(stem, rungs)}; the rungs in configs/ are {', '.join(rungs)}")
 
@@ -441,9 +450,12 @@ def resolve_batch(c):
         c.total_batch_size = micro * (c.gradient_accumulation_steps or 40)
     down = c.total_batch_size // micro * micro
     if down != c.total_batch_size:
+        rows = c.total_batch_size // c.block_size if c.total_batch_size % c.block_size == 0 else 0
+        sizes = sorted(sorted((b for b in range(1, rows + 1) if rows % b == 0), key=lambda b: abs(b - c.batch_size))[:4])
+        same = f"batch_size={' or '.join(map(str, sizes))} (the same tokens an update) or " if sizes else ""
         works = " or ".join(str(v) for v in (down, down + micro) if v)
         raise UserError(f"total_batch_size={c.total_batch_size} tokens is not a multiple of batch_size * block_size = "
-                        f"{c.batch_size} * {c.block_size} = {micro}: total_batch_size={works} would work")
+                        f"{c.batch_size} * {c.block_size} = {micro}: {same}total_batch_size={works} would work")
     if c.gradient_accumulation_steps not in (None, c.micro_batches):
         raise UserError(f"gradient_accumulation_steps={c.gradient_accumulation_steps} and total_batch_size="
                         f"{c.total_batch_size} contradict each other: {c.total_batch_size} tokens are {c.micro_batches} "

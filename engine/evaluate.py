@@ -22,7 +22,7 @@ def windows_of(reader, tokens):
 @torch.no_grad()
 def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers=False):
     """{"loss": mean cross-entropy in nats a labelled token} over the first `tokens` tokens, as consecutive windows or rows of records (at
-    least one). With `answers` also "accuracy", the share of the answers that are right.
+    least one). With `answers` also "answers", how many there are, and "accuracy", the share of them that are right.
 
     Every micro-batch has batch_size rows, the last filled up with rows that carry no labels. Ranks take them in turn, and one
     without a micro-batch left runs an empty one: sharded layers need it. The same numbers for any count of ranks.
@@ -49,7 +49,7 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
         losses = of_groups(all_gather(losses), place).t().flatten()[:n_batches]  # (groups, each) -> in the order of the windows
         right = all_gather(right.to(place.device))[::place.cp * place.tp].sum(0)  # ranks of a group have counted the same
     found = {"loss": losses.cpu().double().sum().item()}
-    return {**found, "accuracy": right[0].item() / right[1].item()} if answers else found
+    return {**found, "answers": right[1].item(), "accuracy": right[0].item() / right[1].item()} if answers else found
 
 
 def right_answers(hits, targets, documents):

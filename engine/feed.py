@@ -90,7 +90,7 @@ def find_records(config, weights, resumed, place):
                         f"tokenizer it is to be made with; {by_hand} prepares it, or --init_from names weights to start from")
     if tokenizer is None:
         raise UserError(f"{weights.path if weights else resumed.path} does not say which tokenizer it was trained with: prepare the records first, {by_hand}")
-    place.say(f"preparing {config.dataset} with the tokenizer of {weights.path if weights else resumed.path}, unless that has been done")
+    place.say(f"{config.dataset} is prepared with the tokenizer of {weights.path if weights else resumed.path}, where it is not yet")
     return prepare(config.dataset, task="sft", tokenizer=tokenizer, train_on=config.train_on, block_size=config.block_size, fields=config.fields,
                    skip_bad=config.skip_bad, quiet=True)
 

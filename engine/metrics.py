@@ -303,7 +303,7 @@ def difference(name, a, b):
 
 
 def last_bit_units(a, b):
-    """How far two numbers are apart in units in the last place (ulps), '3 float32 ulps': of float32 where both are such, as losses are, else of
+    """How far two numbers are apart in units in the last place (ulps), '3 float32 ulps', '12.0%' where it is more than rounding: of float32 where both are such, as losses are, else of
     float64. Floats of one sign stand in the order of their bits read as integers, so the distance of those is the count of steps between them."""
     if isinstance(a, int) and isinstance(b, int):
         return f"{abs(a - b):,}"
@@ -316,6 +316,8 @@ def last_bit_units(a, b):
     sign = 1 << (8 * struct.calcsize(integer) - 1)
     at = [n if n < sign else sign - n for n in (struct.unpack(integer, struct.pack(real, x))[0] for x in (a, b))]
     distance = abs(at[0] - at[1])
+    if distance > 10**6:
+        return f"{abs(a - b) / max(abs(a), abs(b)):.1%}"
     return f"{distance:,} {name} ulp{'s' if distance != 1 else ''}"
 
 
@@ -398,7 +400,9 @@ def describe(model, config, feed, place):
         return sum(size for name, (size, _) in sizes.items() if any(part in name for part in parts))
 
     per_epoch = feed.train.epoch * config.block_size / config.total_batch_size
-    reference = " (GPT-2 124M's reference: 491,520)" if config.init_from == "scratch" else ""
+    reference = " (nanoGPT's GPT-2 124M: 491,520)" if config.init_from == "scratch" else ""
+    by_heart = ", by heart" if config.max_iters > 40 * per_epoch else ""
+    padded = f" of {config.vocab_size:,} tokens, padded to {model.config.padded_vocab_size:,}" if config.vocab_size < model.config.padded_vocab_size else ""
     device = place.device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     held_out = [f"\n{name}: {min(reader.dataset.n_tokens, config.eval_tokens):,} of {reader.dataset.n_tokens:,} tokens of {reader.dataset.path}"
@@ -407,11 +411,11 @@ def describe(model, config, feed, place):
     if max(place.shape.values()) > 1:
         layout += f" ({', '.join(f'{axis} {n}' for axis, n in place.shape.items() if n > 1)})"
     return "\n".join((
-        f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
+        f"\nparameters: {total:,} ({count('wte', 'wpe', 'head.'):,} embeddings and head{padded}, {count('.attn.'):,} attention, {count('.mlp.'):,} mlp); "
         f"{adapters}weight decay on {sum(size for n, (size, dim) in sizes.items() if dim >= 2 and n in trained):,}",
         f"data: {feed.train.description}{''.join(held_out)}",
         f"update: {config.total_batch_size:,} tokens = {config.micro_batches} micro-batches of {config.batch_size} x {config.block_size}{reference}; an "
-        f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs",
+        f"epoch is {per_epoch:,.1f} updates, this run {config.max_iters / per_epoch:.2f} epochs{by_heart}",
         f"device: {device.type} ({where}), {config.dtype}{', compiled' if config.compile else ''}{layout}{', deterministic' if config.deterministic else ''}\n"))
 
 

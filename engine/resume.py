@@ -134,6 +134,28 @@ def take_architecture(config, model, where):
     return sentences
 
 
+def tell_other_run(config, resumed, say):
+    """Says what the settings mean that a run which goes on does not have; UserError where it is a run of another kind. Before any data is looked for."""
+    saved = resumed.manifest["config"]
+    if saved.get("task", config.task) != config.task:
+        raise UserError(f"{resumed.path} is of a run of task={saved['task']}, and this is task={config.task}: give another --out_dir, and --init_from={config.out_dir} "
+                        "to start from its weights")
+    for key, means in (("init_from", "its weights are the checkpoint's own"), ("dataset", "its tokens have to be the same")):
+        if saved.get(key, getattr(config, key)) != getattr(config, key) and config.init_from != "resume":
+            say(f"note: {config.out_dir} holds a run that goes on from update {resumed.step:,}; {key} was {saved[key]} there and is {getattr(config, key)} now: {means} "
+                "(another --out_dir starts a new run)")
+
+
+def outlook(config, step):
+    """What is worth knowing of the updates that a run has before it."""
+    if step >= config.max_iters:
+        return f"; max_iters={config.max_iters:,}, so there is nothing left to train: a larger --max_iters goes on, another --out_dir starts a new run"
+    if step >= config.lr_decay_iters and config.lr_schedule != "constant" and config.min_lr == 0:
+        return (f"\nwarning: the learning rate is 0 in all {config.max_iters - step:,} updates to come, nothing will be learnt: "
+                f"--lr_decay_iters={config.max_iters} --allow_change stretches the schedule")
+    return ""
+
+
 def keep_saved(config, saved):
     """Settings that nobody gave and that a longer max_iters must not move: a resumed run keeps the saved ones.
 

@@ -75,6 +75,8 @@ def test_a_config_file_that_is_not_there_is_told_with_the_nearest_rung():
     with pytest.raises(UserError, match="did you mean quickstart?"):
         load_config(["configs/quikstart.py"], None)
     assert load_config(["quickstart"], None).out_dir == "out/quickstart"
+    with pytest.raises(UserError, match="did you mean --max_iters=10?"):
+        load_config(["max_iters=10"], None)
 
 
 def test_a_rung_may_start_from_another_and_have_helpers_of_its_own(load):
@@ -86,6 +88,7 @@ def test_micro_batches_are_counted_over_all_processes_either_way(load):
     assert load("--total_batch_size=256").micro_batches == 8 and load("--gradient_accumulation_steps=8").total_batch_size == 256
     assert load().micro_batches == 40  # nanoGPT's default
     assert load("--total_batch_size=256", "--gradient_accumulation_steps=8").micro_batches == 8
+    assert "batch_size=2 or 4 or 8 or 16 (the same tokens an update) or total_batch_size=96 or 192 would work" in refused(load, "--total_batch_size=128", "--batch_size=12")[0]
     assert "contradict" in refused(load, "--total_batch_size=256", "--gradient_accumulation_steps=4")[0]
     # what is typed wins over what the file says the other way
     both = "batch_size = 4\nblock_size = 8\ntotal_batch_size = 256\n"

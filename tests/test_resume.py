@@ -60,7 +60,7 @@ def run(ten, tmp_path):
 def test_the_same_command_again_has_nothing_left_to_do(run, data):
     before = (run / "metrics.jsonl").read_text()
     result = train(run, data, max_iters=10)
-    assert "going on from" in result.out and curve(run) and len((run / "metrics.jsonl").read_text()) >= len(before)
+    assert "nothing left to train: a larger --max_iters" in result.out and curve(run) and len((run / "metrics.jsonl").read_text()) >= len(before)
     assert sorted(curve(run)) == list(range(1, 11))
 
 
@@ -90,8 +90,24 @@ def test_what_does_not_change_the_curve_is_free(run, data):
 def test_a_longer_run_keeps_the_schedule_it_began_with(run, data, tmp_path):
     result = train(run, data, max_iters=12)
     assert "still reaches min_lr at update 10" in result.out
+    assert "learning rate is 0" not in result.out
     assert [lr for _, _, lr in list(curve(run).values())[-2:]] == [1e-3, 1e-3]
 
+
+def test_updates_that_would_learn_nothing_are_told_of_at_once(data, tmp_path):
+    train(tmp_path / "run", data, max_iters=2, min_lr=0.0)
+    result = train(tmp_path / "run", data, max_iters=4, min_lr=0.0)
+    assert "warning: the learning rate is 0 in all 2 updates to come, nothing will be learnt: --lr_decay_iters=4 --allow_change" in result.out
+    result = train(tmp_path / "run", data, max_iters=6, min_lr=0.0, lr_decay_iters=6, allow_change=True, threads=2)
+    assert "the learning rate is 0" not in result.out and "with 1 threads, this is cpu, torch" in result.out
+
+
+def test_settings_of_another_run_are_told_before_its_data_is_looked_for(run, data, tmp_path):
+    result = train(run, data, expect=2, task="sft", dataset="nowhere.json")
+    assert len(result.errors) == 1 and "of a run of task=pretrain, and this is task=sft: give another --out_dir" in result.errors[0]
+    result = train(run, "nowhere", expect=2, init_from=tmp_path / "none")
+    assert f"init_from was scratch there and is {tmp_path / 'none'} now: its weights are the checkpoint's own" in result.out
+    assert "dataset was" in result.out and "no data set 'nowhere'" in result.errors[0]
 
 def test_other_data_stops_unless_allowed(run, data, tmp_path):
     from prepare import prepare

@@ -299,8 +299,13 @@ def test_a_dataset_is_found_by_path_then_by_name(tmp_path, monkeypatch):
     root = str(tmp_path / "root")
     assert find_dataset("books", root) == os.path.join(root, "data", "books")
     assert find_dataset(str(tmp_path), root) == str(tmp_path)
-    with pytest.raises(UserError, match="did you mean books.*prepare.py bokos"):
+    with pytest.raises(UserError, match="did you mean books.*prepare.py SOURCE"):
         find_dataset("bokos", root)
+    with pytest.raises(UserError, match="shakespeare_char is not prepared yet: python prepare.py shakespeare_char"):
+        find_dataset("shakespeare_char", root)
+    (tmp_path / "input.txt").write_text("a text")
+    with pytest.raises(UserError, match="input.txt is a file, not a data set: python prepare.py .*input.txt --tokenizer=byte"):
+        find_dataset(str(tmp_path / "input.txt"), root)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books").mkdir()  # a folder of something else
     assert find_dataset("books", root) == os.path.join(root, "data", "books")
