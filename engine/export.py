@@ -17,7 +17,7 @@ from data.shards import sync_folder
 from data.tokenizers import byte_letters
 from engine.checkpoint import pieces, write_json, write_safetensors
 from engine.errors import UserError, full_disk_told
-from engine.families import FAMILIES, GPT2, LLAMA3_ROPE, layout, stored_shape
+from engine.families import FAMILIES, GPT2, ROPE_KEYS, layout, stored_shape
 
 SHARD_BYTES = 5_000_000_000  # of a file; a model above it is written in several
 START_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>")  # what tokenizers call the token before a document, where they have one
@@ -94,8 +94,10 @@ def config_json(family, config, tokenizer):
     if family is GPT2:
         found |= {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
     else:
-        scaling = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
-        found |= {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling is None else {"rope_type": "llama3", **scaling}}
+        kind, scaling = config.rope_scaling_type, None
+        if config.rope_scaling is not None:
+            scaling = {"rope_type": kind, **{theirs: value for theirs, ours in ROPE_KEYS[kind].items() if (value := getattr(config, ours)) is not None}}
+        found |= {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     if "sliding_window" in family.defaults:
         found["sliding_window"] = None
     return {**found, "initializer_range": 0.02, "use_cache": True, **token_ids(tokenizer)}

@@ -376,7 +376,7 @@ def read_sizes(family, given, problems):
 
 
 def is_positive(value):
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and 0 < value <= 1e12
 
 
 def check_windows(family, given, fields, problems):
@@ -391,7 +391,7 @@ def check_windows(family, given, fields, problems):
         problems.append(f"sliding_window={reprlib.repr(window)} in use, where this version computes attention to the whole context")
 
 
-def read_rope(given, context, problems):
+def read_rope(given: dict, context: int, problems: list[str]) -> dict:
     """ModelConfig's fields of the rotary embedding, from rope_parameters (transformers 5) or rope_scaling and rope_theta (4)."""
     old, new = given.get("rope_scaling"), given.get("rope_parameters")
     rope = old or new or {}
@@ -399,28 +399,56 @@ def read_rope(given, context, problems):
         problems.append(f"rope_scaling={reprlib.repr(old)} and rope_parameters={reprlib.repr(new)}, where one object was expected")
         return {}
     rope = {"rope_theta": given.get("rope_theta", 10000.0), **rope}
-    kind = rope.pop("rope_type", rope.get("type", "default"))
+    kind = rope.pop("rope_type", rope.get("type", "default")) or "default"
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         problems.append("a partial_rotary_factor other than 1, where this version turns all of a head's channels")
     fields = {"rope_theta": rope.pop("rope_theta")}
-    if kind == "llama3":
+    if not isinstance(kind, str) or kind not in ("default", *ROPE_KEYS):
+        problems.append(f"rope scaling of the type {reprlib.repr(kind)}, where this version computes default, {', '.join(ROPE_KEYS)}")
+        return {}
+    keys = ROPE_KEYS.get(kind, {})
+    if kind == "yarn":
+        read_yarn(rope, problems)
+    if "original_max_position_embeddings" in keys:
         rope.setdefault("original_max_position_embeddings", context)
-        for key, name in LLAMA3_ROPE.items():
-            fields[name] = rope.pop(key, None)
-    elif kind not in ("default", None):
-        problems.append(f"rope scaling of the type {reprlib.repr(kind)}, where this version computes default and llama3")
-    if kind in ("default", "llama3", None) and any(rope.values()):
-        problems.append(f"rope scaling with {', '.join(k for k, v in rope.items() if v)}, which the type {kind or 'default'} does not have")
-    if wrong := [f"{name} of {reprlib.repr(value)}" for name, value in fields.items() if not is_positive(value) or value > 1e12]:
+    fields |= {name: rope.pop(key, None) for key, name in keys.items()}
+    if kind == "yarn":  # what transformers takes where they are absent; without an attention_factor it follows from the factor, as ours
+        fields["rope_beta_fast"], fields["rope_beta_slow"] = fields["rope_beta_fast"] or 32.0, fields["rope_beta_slow"] or 1.0
+        if fields["rope_attention_factor"] is None:
+            del fields["rope_attention_factor"]
+    if any(rope.values()):
+        problems.append(f"rope scaling with {', '.join(k for k, v in rope.items() if v)}, which the type {kind} does not have")
+    if wrong := [f"{name} of {reprlib.repr(value)}" for name, value in fields.items() if not is_positive(value)]:
         problems.append(f"{', '.join(wrong)}, where a number above 0 was expected")
         return {}
-    return {name: int(value) if name == "rope_original_context" else float(value) for name, value in fields.items()}
+    fields = {name: int(value) if name == "rope_original_context" else float(value) for name, value in fields.items()}
+    return fields if kind == "default" else {**fields, "rope_scaling_type": kind}
 
 
-# rope_scaling's keys of the type llama3 -> fields of ModelConfig
-LLAMA3_ROPE = {"factor": "rope_scaling", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
-               "original_max_position_embeddings": "rope_original_context"}
+def read_yarn(rope: dict, problems: list[str]) -> None:
+    """Turns the two ways to say YaRN's attention_factor into one, in place; what only other versions of YaRN have is added to problems."""
+    mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+    if rope.pop("truncate", True) not in (True, None):
+        problems.append("rope scaling of the type yarn with truncate=false, where this version rounds the channels between which it passes over")
+    if not mscale or not all_dim or rope.get("attention_factor") is not None:
+        return
+    if not all(is_positive(value) for value in (mscale, all_dim, rope.get("factor"))):
+        problems.append(f"mscale={reprlib.repr(mscale)} and mscale_all_dim={reprlib.repr(all_dim)} with factor={reprlib.repr(rope.get('factor'))}, "
+                        "where numbers above 0 were expected")
+        return
+    grown = math.log(max(1, rope["factor"]))
+    rope["attention_factor"] = (0.1 * mscale * grown + 1) / (0.1 * all_dim * grown + 1)
+
+
+# a type of rope scaling -> {its keys: fields of ModelConfig}
+ROPE_KEYS = {
+    "llama3": {"factor": "rope_scaling", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
+               "original_max_position_embeddings": "rope_original_context"},
+    "linear": {"factor": "rope_scaling"},
+    "yarn": {"factor": "rope_scaling", "original_max_position_embeddings": "rope_original_context", "beta_fast": "rope_beta_fast",
+             "beta_slow": "rope_beta_slow", "attention_factor": "rope_attention_factor"},
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ nanoGPT
