@@ -38,6 +38,7 @@ class Config:
     plan_gpu: str = "H100"  # the GPU that a plan is for
     rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
     profile: int = 0  # updates to put under torch.profiler, after three that warm up: a table and a trace (0: none)
+    comm_report: int = 0  # updates of which to tell what ranks send each other and how long they wait, after three that warm up (0: none)
     check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
@@ -193,7 +194,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "cp": 1, "tp": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "comm_report": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 

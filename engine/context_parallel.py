@@ -12,6 +12,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+from engine.communication import about
 from engine.errors import UserError
 
 
@@ -73,6 +74,7 @@ class Part:
         """Causal attention of this rank's queries (B, H, T / cp, D) to all keys before them: its k, v (B, K, T / cp, D) and the others'."""
         return _Attention.apply(q, k, v, self)
 
+    @about("keys and values")
     def gather(self, k, v):
         """Starts to gather keys and values; what is returned waits for them: (B, K, T, D) twice."""
         own = torch.stack((k, v))  # (2, B, K, T / cp, D)
@@ -87,6 +89,7 @@ class Part:
             return chunks.movedim(0, 3).flatten(3, 4).unbind()
         return wait
 
+    @about("keys and values")
     def send_home(self, dk, dv):
         """Gradients of all keys and values (B, K, T, D), of which each rank has its queries' share -> their sums for this rank's own."""
         chunks = torch.stack((dk, dv)).unflatten(3, (2 * self.context.size, self.chunk)).movedim(3, 0)  # (2 cp, 2, B, K, chunk, D)

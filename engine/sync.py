@@ -9,11 +9,11 @@ leaves, so that a subtree is summed where it lies and ranks exchange only subtre
 
 import contextlib
 import hashlib
-import time
 
 import torch
 import torch.distributed as dist
 
+from engine.communication import about, mark, seconds_between, waited
 from engine.context_parallel import ContextParallel
 from engine.errors import Recoverable
 from engine.tensor_parallel import parallelize
@@ -71,7 +71,8 @@ def whole_rows(part, p):
         return part
     each = shard_rows(p.size(0), shards)
     padded = torch.nn.functional.pad(part, (0, 0, 0, each - part.size(-2)))
-    return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
+    with about("Muon's matrices"):
+        return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
 
 
 def own_rows(whole, p):
@@ -146,6 +147,9 @@ class Sync:
         self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
         if place.cp > 1:
             plain.context = ContextParallel(place.context_group, self.own.waiting_apart)
+        if place.tp > 1:
+            plain.tensor.wait_apart(self.own.waiting_apart, dtensor=not config.compile)
+        self.last_bucket = None  # DDP: when the last bucket of gradients was sent
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -159,6 +163,7 @@ class Sync:
         self.model = DistributedDataParallel(self.plain, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
         def sum_hook(group, bucket):
+            self.last_bucket = mark(self.own.cuda)
             return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
         self.model.register_comm_hook(None, sum_hook)
@@ -178,6 +183,9 @@ class Sync:
     def after_backward(self, i):
         """Deterministic: moves the micro-batch's gradients from the parameters into the tree."""
         self.own.start_piece()
+        if self.last_bucket is not None:  # all that was left to do was to wait for the buckets
+            waited(self.last_bucket, self.own.started)
+            self.last_bucket = None
         if not self.deterministic:
             return
         gradients = [local(p.grad) for p in self.trained]
@@ -199,6 +207,7 @@ class Sync:
 
     # ---- sums over all ranks
 
+    @about("losses and norms")
     def sum_losses(self, losses):
         """(The sum of all micro-batches' losses over all ranks, each rank's seconds of own work); `losses` are this rank's, in the order
         of `mine`. One small all-gather, in tree order."""
@@ -222,6 +231,7 @@ class Sync:
         return bool(all_gather(torch.tensor(float(finite), device=self.place.device)).all()) if self.ranks > 1 else finite
 
     @torch.no_grad()
+    @about("losses and norms")
     def gradient_norm(self):
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
         gradients = [local(p.grad) for p in self.counted]
@@ -278,50 +288,44 @@ class OwnWork:
             module.register_forward_pre_hook(self.before_waiting, prepend=True)
             module.register_forward_pre_hook(self.after_waiting)
 
-    def mark(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def start_update(self):
         self.pieces = []
         self.start_piece()
 
     def start_piece(self):
-        self.started = self.mark()
+        self.started = mark(self.cuda)
 
     def note(self, start, end, sign=1):
         if start is not None and torch.is_grad_enabled():
             self.pieces.append((sign, start, end))
 
     def before_waiting(self, *_):
-        self.waiting = self.mark()
+        self.waiting = mark(self.cuda)
 
     def after_waiting(self, *_):
-        self.note(self.waiting, self.mark(), sign=-1)
+        self.note(self.waiting, mark(self.cuda), sign=-1)
 
     def after_forward(self, *_):
-        self.note(self.started, self.mark())
+        self.note(self.started, mark(self.cuda))
         self.started = None
 
     @contextlib.contextmanager
     def waiting_apart(self):
         """Around a wait for other ranks inside an operation; one of the backward does not count."""
-        start = self.mark()
+        start = mark(self.cuda)
         yield
         if self.started is not None:
-            self.pieces.append((-1, start, self.mark()))
+            self.pieces.append((-1, start, mark(self.cuda)))
 
     def seconds(self):
         """Of the update's pieces so far; on CUDA only once the last of them is over."""
         if self.cuda and self.pieces:
             self.pieces[-1][2].synchronize()
-        return sum(sign * (start.elapsed_time(end) / 1e3 if self.cuda else end - start) for sign, start, end in self.pieces)
+        return sum(sign * seconds_between(start, end) for sign, start, end in self.pieces)
 
 
 @torch.no_grad()
+@about("gradients")
 def exchange(gradients):
     """Sums lists of tensors over all ranks in tree order, the same result on each: shards change places in one all-to-all (the bytes
     of a reduce-scatter), each rank adds up its shard, and an all-gather brings the sums back."""
@@ -422,4 +426,4 @@ def shard(model, place, config, precision):
         if config.deterministic:
             module.set_custom_reduce_scatter(TreeReduceScatter())
             if place.replicas > 1:
-                module.set_all_reduce_hook(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group)))))
+                module.set_all_reduce_hook(about("gradients")(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group))))))

@@ -8,9 +8,13 @@ so is the head: a rank has the logits of its part of the vocabulary, and the los
 The cuts are DTensor's plans for the modules of model.py; FSDP then shards what a rank holds (engine/sync.py).
 """
 
+import contextlib
+import functools
+
 import torch
 import torch.distributed as dist
 
+from engine.communication import about
 from engine.errors import UserError
 
 
@@ -52,6 +56,21 @@ class TensorParallel:
 
     def __init__(self, group):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.waiting = contextlib.nullcontext
+
+    def wait_apart(self, waiting, dtensor: bool) -> None:
+        """waiting: makes a context that is entered while other ranks are waited for, by DTensor too where that is asked for (not inside compiled
+        blocks, which would be cut at each)."""
+        import torch.distributed._functional_collectives as functional
+
+        self.waiting, plain = waiting, getattr(functional.wait_tensor, "__wrapped__", functional.wait_tensor)  # an earlier run's is replaced
+
+        @functools.wraps(plain)
+        def wait_tensor(tensor):
+            with waiting():
+                return plain(tensor)
+
+        functional.wait_tensor = wait_tensor if dtensor else plain
 
     def even(self, tokens):
         """(B, T) filled up so that T divides by tp: what comes later changes nothing before it."""
@@ -66,16 +85,20 @@ class TensorParallel:
         part = torch.nn.functional.linear(x, weight)
         return torch.cat(self.gather(part).unbind(), dim=-1)
 
+    @about("activations")
     def gather(self, t):
         """(tp, *shape of t): every rank's."""
         t = t.contiguous()
         out = t.new_empty(self.size, *t.shape)
-        dist.all_gather_single(out.view(-1), t.view(-1), group=self.group)
+        with self.waiting():
+            dist.all_gather_single(out.view(-1), t.view(-1), group=self.group)
         return out
 
+    @about("activations")
     def add_up(self, t):
         """The sum over the ranks, in place."""
-        dist.all_reduce(t, group=self.group)
+        with self.waiting():
+            dist.all_reduce(t, group=self.group)
         return t
 
     def log_softmax_(self, logits):
