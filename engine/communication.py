@@ -1,8 +1,8 @@
 """What ranks send each other and how long they wait for it: `--comm_report=N` counts N updates of the run itself, after some that warm up.
 
 Counted is what torch.distributed and DTensor are asked for, as rings send it: (n-1)/n of a buffer for an all-gather, a reduce-scatter or an
-all-to-all over n ranks, twice that for an all-reduce; engine/plan.py plans it in the same way. Not seen: DTensor's collectives inside compiled
-blocks. Waiting is the time inside collectives, or in the wait for one that runs beside other work; under DDP, from the last bucket that
+all-to-all over n ranks, twice that for an all-reduce; engine/plan.py plans it in the same way. Not seen: DTensor's collectives where blocks are
+compiled. Waiting is the time inside collectives, or in the wait for one that runs beside other work; under DDP, from the last bucket that
 is sent to the end of the backward. On CUDA it is the time for which the stream of the kernels stands still.
 """
 
@@ -101,10 +101,11 @@ class CommReport:
         self.stream = torch.cuda.current_stream() if self.cuda else None
         for name, (times, kind) in COLLECTIVES.items():
             self.replace(dist, name, lambda f, times=times, kind=kind: self.counted(f, times, kind))
-        for name, (times, kind) in OF_DTENSOR.items():
-            self.replace(functional, name, lambda f, name=name, times=times, kind=kind: self.counted_of_dtensor(f, name, times, kind))
-        self.replace(functional, "wait_tensor", self.timed)
         self.replace(dist.Work, "wait", self.timed)
+        if not self.config.compile:  # what has been traced goes by what was there
+            for name, (times, kind) in OF_DTENSOR.items():
+                self.replace(functional, name, lambda f, name=name, times=times, kind=kind: self.counted_of_dtensor(f, name, times, kind))
+            self.replace(functional, "wait_tensor", self.timed)
         if self.cuda and self.place.layout == "fsdp":  # there one stream waits for another, not for a Work
             from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -180,7 +181,9 @@ class CommReport:
         metrics.event(step, "communication", updates=[self.first, self.first + self.updates - 1], sent=sent, planned=planned,
                       waiting=[round(s, 4) for s in shares], seconds=rows[0][0])
         self.place.say("\n".join((f"communication of updates {self.first} to {self.first + self.updates - 1}: bytes that rank 0 sends in one, as rings do",
-                                  *table({kind: found[0] for kind, found in sent.items()}, planned), *what_it_means(shares, rows[0][0], self.place))))
+                                  *table({kind: found[0] for kind, found in sent.items()}, planned),
+                                  *(["  (what DTensor sends is not seen with compile=True)"] if self.config.compile and self.place.tp > 1 else []),
+                                  *what_it_means(shares, rows[0][0], self.place))))
 
 
 def table(sent: dict[str, float], planned: dict[str, int]) -> list[str]:

@@ -19,19 +19,19 @@ from engine.errors import Recoverable
 from engine.tensor_parallel import parallelize
 
 
-def local(t):
+def local(t: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies on this rank, sharing its memory: all of it, but for a DTensor's shard of rows."""
     return t.detach().to_local() if hasattr(t, "to_local") else t
 
 
-def shard_of(t, dim="dp_shard"):
+def shard_of(t: torch.Tensor, dim: str = "dp_shard") -> tuple:
     """(shards, this rank's index among them, process group) of a parameter over a dimension of the mesh; (1, 0, None) where it is whole."""
     if not hasattr(t, "to_local") or dim not in t.device_mesh.mesh_dim_names:
         return 1, 0, None
     return t.device_mesh.size(t.device_mesh.mesh_dim_names.index(dim)), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
 
 
-def tensor_dim(t):
+def tensor_dim(t: torch.Tensor) -> int | None:
     """The dimension in which tensor parallelism cuts a parameter, None where each rank of it has the whole."""
     if not hasattr(t, "to_local") or "tp" not in t.device_mesh.mesh_dim_names:
         return None
@@ -39,12 +39,12 @@ def tensor_dim(t):
     return placement.dim if placement.is_shard() else None
 
 
-def shard_rows(rows, shards):
+def shard_rows(rows: int, shards: int) -> int:
     """Rows of a parameter in each shard but the last ones, which may have fewer: FSDP2 cuts dimension 0 as torch.chunk does."""
     return -(-rows // shards)
 
 
-def ranges(t):
+def ranges(t: torch.Tensor) -> list[tuple[int, int]]:
     """[(first, behind the last)] in each dimension of a parameter, of what this rank holds: tensor parallelism's part in even cuts, and of
     that FSDP's shard of rows."""
     found = [(0, n) for n in t.shape]
@@ -59,12 +59,12 @@ def ranges(t):
     return found
 
 
-def row_range(t):
+def row_range(t: torch.Tensor) -> tuple[int, int]:
     """(first, behind the last) row of a parameter that this rank holds."""
     return ranges(t)[0]
 
 
-def whole_rows(part, p):
+def whole_rows(part: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """(..., this rank's rows, columns) of a stack of matrices sharded as p -> (..., all rows, columns), on every rank."""
     shards, _, group = shard_of(p)
     if shards == 1:
@@ -75,7 +75,7 @@ def whole_rows(part, p):
         return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
 
 
-def own_rows(whole, p):
+def own_rows(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The part of (..., all rows, columns) that this rank holds of p."""
     first, behind = row_range(p)
     return whole[..., first:behind, :]
@@ -88,7 +88,7 @@ class TreeSum:
     def __init__(self):
         self.levels = []
 
-    def add(self, value):
+    def add(self, value: list[torch.Tensor]) -> None:
         for k, older in enumerate(self.levels):
             if older is None:
                 self.levels[k] = value
@@ -97,7 +97,7 @@ class TreeSum:
             value, self.levels[k] = older, None
         self.levels.append(value)
 
-    def total(self):
+    def total(self) -> list[torch.Tensor] | None:
         """The sum of all that came; what is left over at the end is added from the smallest subtree up."""
         total = None
         for value in self.levels:
@@ -108,7 +108,7 @@ class TreeSum:
         return total
 
 
-def tree_sum(parts):
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     """Sums a list of tensors, one for each rank in order, as TreeSum would; a power of two of them, or TreeSum's order for the rest."""
     tree = TreeSum()
     for part in parts:
@@ -116,12 +116,12 @@ def tree_sum(parts):
     return tree.total()[0]
 
 
-def split_micro_batches(count, ranks, rank, run):
+def split_micro_batches(count: int, ranks: int, rank: int, run: int) -> list[int]:
     """Which of an update's `count` micro-batches a rank takes, in order: runs of `run` neighbours, dealt round."""
     return [start + i for start in range(rank * run, count, ranks * run) for i in range(run)]
 
 
-def power_of_two_in(n):
+def power_of_two_in(n: int) -> int:
     """The largest power of two that divides n."""
     return n & -n
 
@@ -132,7 +132,7 @@ class Sync:
     `model` is called in the loop; `plain` is the module whose parameters, or whose adapters, are trained.
     """
 
-    def __init__(self, plain, place, config):
+    def __init__(self, plain: torch.nn.Module, place, config):
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
@@ -170,7 +170,7 @@ class Sync:
 
     # ---- one update
 
-    def micro_step(self, i):
+    def micro_step(self, i: int) -> contextlib.AbstractContextManager:
         """The context of this rank's i-th forward and backward of an update: gradients meet in the last one only."""
         if i == 0:
             self.own.start_update()
@@ -180,7 +180,7 @@ class Sync:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
-    def after_backward(self, i):
+    def after_backward(self, i: int) -> None:
         """Deterministic: moves the micro-batch's gradients from the parameters into the tree."""
         self.own.start_piece()
         if self.last_bucket is not None:  # all that was left to do was to wait for the buckets
@@ -196,7 +196,7 @@ class Sync:
             subtree = self.inner.total()
             self.outer.add(exchange(subtree) if self.layout == "ddp" and self.ranks > 1 else subtree)
 
-    def finish_gradients(self):
+    def finish_gradients(self) -> None:
         """Deterministic: the tree's total becomes the parameters' gradients."""
         if not self.deterministic:
             return
@@ -208,7 +208,7 @@ class Sync:
     # ---- sums over all ranks
 
     @about("losses and norms")
-    def sum_losses(self, losses):
+    def sum_losses(self, losses: list[torch.Tensor]) -> tuple[float, list[float]]:
         """(The sum of all micro-batches' losses over all ranks, each rank's seconds of own work); `losses` are this rank's, in the order
         of `mine`. One small all-gather, in tree order."""
         if self.ranks == 1:
@@ -222,7 +222,7 @@ class Sync:
         return tree_sum(list(ordered)).item(), gathered[:, -1].tolist()
 
     @torch.no_grad()
-    def all_finite(self, tensors):
+    def all_finite(self, tensors: list[torch.Tensor]) -> bool:
         """Whether every number in every rank's list of tensors is finite, on every rank."""
         tensors = [t for t in tensors if t.numel()]
         # the 2-norm takes 1/20 of the time of isfinite() on a CPU; it overflows for numbers that are finite, above 1e19
@@ -232,7 +232,7 @@ class Sync:
 
     @torch.no_grad()
     @about("losses and norms")
-    def gradient_norm(self):
+    def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
         gradients = [local(p.grad) for p in self.counted]
         if not self.deterministic:
@@ -252,7 +252,7 @@ class Sync:
             squares = tree_sum(list(all_gather(squares, self.place.tensor_group)))
         return squares.sqrt().float()
 
-    def check_replicas(self):
+    def check_replicas(self) -> None:
         """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
         if self.place.ranks == self.place.parts:
             return  # no two ranks hold the same
@@ -317,7 +317,7 @@ class OwnWork:
         if self.started is not None:
             self.pieces.append((-1, start, mark(self.cuda)))
 
-    def seconds(self):
+    def seconds(self) -> float:
         """Of the update's pieces so far; on CUDA only once the last of them is over."""
         if self.cuda and self.pieces:
             self.pieces[-1][2].synchronize()
@@ -326,7 +326,7 @@ class OwnWork:
 
 @torch.no_grad()
 @about("gradients")
-def exchange(gradients):
+def exchange(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sums lists of tensors over all ranks in tree order, the same result on each: shards change places in one all-to-all (the bytes
     of a reduce-scatter), each rank adds up its shard, and an all-gather brings the sums back."""
     ranks = dist.get_world_size()
@@ -343,20 +343,20 @@ def exchange(gradients):
     return out
 
 
-def all_gather(t, group=None):
+def all_gather(t: torch.Tensor, group=None) -> torch.Tensor:
     """(ranks, *shape of t): every rank's t, in rank order."""
     out = t.new_empty(dist.get_world_size(group) * t.numel())
     dist.all_gather_single(out, t.reshape(-1), group=group)
     return out.view(-1, *t.shape)
 
 
-def of_groups(values, place):
+def of_groups(values: torch.Tensor, place) -> torch.Tensor:
     """(ranks, n) losses of every rank's micro-batches -> (groups, n), those of whole micro-batches: ranks that share sequences have a part
     of each loss, ranks that share layers the same."""
     return tree_sum(list(values.view(place.groups, place.cp, place.tp, -1)[:, :, 0].unbind(1)))
 
 
-def fold(x):
+def fold(x: torch.Tensor) -> torch.Tensor:
     """Sums the last dimension by adding its second half to its first until one is left: only elementwise additions, whose rounding
     depends neither on the number of rows nor on the machine's vector width."""
     while (n := x.size(-1)) > 1:
@@ -365,13 +365,13 @@ def fold(x):
     return x[..., 0] if x.size(-1) else x.new_zeros(x.shape[:-1])
 
 
-def row_squares(g):
+def row_squares(g: torch.Tensor) -> torch.Tensor:
     """Each row's sum of squares in float64, (rows,): a row lies whole on one rank however a matrix is sharded."""
     g = g.double().square()
     return fold(g.flatten(1)) if g.dim() > 1 else g
 
 
-def gather_rows(rows, parameters, group):
+def gather_rows(rows: list[torch.Tensor], parameters: list[torch.Tensor], group) -> list[torch.Tensor]:
     """This rank's row sums of every parameter -> those of whole parameters (tensor parallelism's parts of them), on every rank."""
     ranks = dist.get_world_size(group)
     lengths = [p.size(0) // (shard_of(p, "tp")[0] if tensor_dim(p) == 0 else 1) for p in parameters]
@@ -400,7 +400,7 @@ class TreeReduceScatter:
         output_tensor.copy_(tree_sum(list(received.view(dist.get_world_size(group), -1))))
 
 
-def shard(model, place, config, precision):
+def shard(model: torch.nn.Module, place, config, precision) -> None:
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conftest import ROOT, TINY, as_args, curve, records, run_script, torchrun, train
+from conftest import TINY, as_args, curve, records, torchrun, train
 from engine.config import load_config
 from engine.plan import plan
 
