@@ -42,10 +42,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
     pos: str = field(default="learned", metadata={"choices": ("learned", "rope")})
     rope_theta: float = 10000.0
-    rope_scaling: float | None = None  # Llama 3.1's: frequencies of long waves over this factor (8 there); the other three are of use with it alone
-    rope_low_freq_factor: float = 1.0  # waves longer than rope_original_context over this are slowed in full
+    rope_scaling: float | None = None  # a context so many times as long: frequencies over this factor, all or some; the rest below is of use with it alone
+    # which: llama3 and yarn slow long waves alone, linear all of them (position interpolation)
+    rope_scaling_type: str = field(default="llama3", metadata={"choices": ("llama3", "linear", "yarn")})
+    rope_original_context: int = 8192  # llama3, yarn: tokens that the model was trained on before
+    rope_low_freq_factor: float = 1.0  # llama3: waves longer than rope_original_context over this are slowed in full
     rope_high_freq_factor: float = 4.0  # and shorter ones than it over this not at all
-    rope_original_context: int = 8192  # tokens that the model was trained on before
+    rope_beta_slow: float = 1.0  # yarn: waves that turn fewer times than this in rope_original_context are slowed in full
+    rope_beta_fast: float = 32.0  # and those that turn more often than this not at all
+    rope_attention_factor: float | None = None  # yarn: what queries and keys are times (default 0.1 ln(rope_scaling) + 1)
     # gelu is the exact one, nanoGPT's; gelu_tanh the approximation that OpenAI's GPT-2 was trained with
     mlp: str = field(default="gelu", metadata={"choices": ("gelu", "gelu_tanh", "swiglu", "relu2")})
     qk_norm: bool = False  # RMSNorm on each head's queries and keys
@@ -83,11 +88,22 @@ class ModelConfig:
             found.append(f"n_head={self.n_head} does not divide by n_kv_head={self.n_kv_head}: {_listed(works)} would work")
         if self.pos == "rope" and self.head_dim % 2:
             found.append(f"head_dim={self.head_dim} is odd: rope turns pairs of channels, an even head_dim would work")
-        for name in ("rope_theta", "norm_eps", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor"):
+        for name in ("rope_theta", "norm_eps", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_beta_slow", "rope_beta_fast",
+                     "rope_attention_factor"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 found.append(f"{name}={getattr(self, name)}: expected a number above 0")
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            found.append(f"rope_high_freq_factor={self.rope_high_freq_factor}: expected a number above rope_low_freq_factor={self.rope_low_freq_factor}")
+        for high, low in (("rope_high_freq_factor", "rope_low_freq_factor"), ("rope_beta_fast", "rope_beta_slow")):
+            if getattr(self, high) <= getattr(self, low):
+                found.append(f"{high}={getattr(self, high)}: expected a number above {low}={getattr(self, low)}")
+        kind, factor = self.rope_scaling_type, self.rope_scaling
+        if factor is None and kind != "llama3":
+            found.append(f"rope_scaling_type={kind} without rope_scaling, the factor: rope_scaling=4 would work, for a context four times as long")
+        elif factor is not None and self.pos != "rope":
+            found.append(f"rope_scaling={factor:g} with pos={self.pos}, which has no waves to slow: pos=rope would work")
+        elif factor is not None and kind != "llama3" and 0 < factor < 1:
+            found.append(f"rope_scaling={factor:g} with rope_scaling_type={kind}: expected at least 1, how many times as long the context gets")
+        if kind == "yarn" and 0 < self.rope_theta <= 1:
+            found.append(f"rope_theta={self.rope_theta:g} with rope_scaling_type=yarn: expected a number above 1")
         if not 0 <= self.dropout < 1:
             found.append(f"dropout={self.dropout}: expected a number from 0 up to, but not, 1")
         return found
@@ -133,21 +149,43 @@ def make_norm(c):
     return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
 
 
-def rope_table(c, device=None):
+def rope_table(c: ModelConfig, device: torch.device | str | None = None) -> torch.Tensor:
     """cos and sin of the rotary position embedding (Su et al., arXiv 2104.09864): (2, block_size, head_dim) float32.
 
-    With rope_scaling the frequencies of Llama 3.1 (arXiv 2407.21783; apply_scaling in Meta's llama-models): long waves slowed, short
-    ones kept, a linear passage between.
+    With rope_scaling for a context that is longer than the one a model was trained on before: linear, all frequencies over that factor
+    (position interpolation, arXiv 2306.15595); llama3, those of long waves alone, with a linear passage between in frequency
+    (arXiv 2407.21783; apply_scaling in Meta's llama-models); yarn, with one in the index of the channel, and queries and keys larger
+    (arXiv 2309.00071).
     """
     # 1 / theta^x, not theta^-x: the last bit counts at position 100,000, and checkpoints were trained with this one
-    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)  # (D/2,)
-    if c.rope_scaling is not None:
-        waves = c.rope_original_context * frequency / (2 * math.pi)  # in the original context
-        kept = ((waves - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)).clamp(0, 1)
-        frequency = (1 - kept) * frequency / c.rope_scaling + kept * frequency
+    waves = c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim)  # (D/2,) tokens a radian
+    frequency, factor = 1.0 / waves, c.rope_scaling
+    if factor is not None and c.rope_scaling_type == "linear":
+        frequency = frequency / factor
+    elif factor is not None and c.rope_scaling_type == "yarn":
+        slowed, kept = 1.0 / (factor * waves), yarn_kept(c, frequency)
+        frequency = slowed * (1 - kept) + frequency * kept
+    elif factor is not None:
+        turns = c.rope_original_context * frequency / (2 * math.pi)  # in the original context
+        kept = ((turns - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)).clamp(0, 1)
+        frequency = (1 - kept) * frequency / factor + kept * frequency
     angle = torch.outer(torch.arange(c.block_size, device=device, dtype=torch.float32), frequency)  # (T, D/2)
     angle = torch.cat((angle, angle), dim=-1)  # (T, D): the halves rotate as pairs (i, i + D/2), Hugging Face's layout
-    return torch.stack((angle.cos(), angle.sin()))
+    table = torch.stack((angle.cos(), angle.sin()))
+    if factor is None or c.rope_scaling_type != "yarn":
+        return table
+    return table * (0.1 * math.log(factor) + 1 if c.rope_attention_factor is None else c.rope_attention_factor)
+
+
+def yarn_kept(c: ModelConfig, frequency: torch.Tensor) -> torch.Tensor:
+    """(D/2,) how much of each frequency (D/2,) YaRN keeps, 0 to 1: a ramp between the channels that turn rope_beta_fast and rope_beta_slow times
+    in the original context, both rounded away from each other as in the authors' code."""
+    def channel(turns):
+        return c.head_dim * math.log(c.rope_original_context / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
+
+    first, last = max(math.floor(channel(c.rope_beta_fast)), 0), min(math.ceil(channel(c.rope_beta_slow)), c.head_dim - 1)
+    ramp = (torch.arange(len(frequency), device=frequency.device, dtype=torch.float32) - first) / (last - first or 0.001)
+    return 1 - ramp.clamp(0, 1)
 
 
 def rotate(x, rope):

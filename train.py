@@ -26,6 +26,7 @@ from data.order import derive_seed
 from engine import checkpoint as ckpt
 from engine import config as settings
 from engine import hellaswag, processes
+from engine.communication import CommReport
 from engine.console import Console
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import evaluate
@@ -99,7 +100,7 @@ def run_rank(argv, place, watch):
         model_config = settings.make_model_config(config)
         items = hellaswag.read_items(config.hellaswag, config.hellaswag_items, tokenizer, config.block_size, config.vocab_size) if config.hellaswag else None
         changed = check_resumable(resumed, config, feed, say) if resumed else []
-        profiler = Profiler(config, place, resumed.step if resumed else 0)
+        profiler, communication = (kind(config, place, resumed.step if resumed else 0) for kind in (Profiler, CommReport))
     with place.agreement():
         processes.compare_ranks(place, config, [feed.everything(), items and items.fingerprint])
 
@@ -262,6 +263,7 @@ def run_rank(argv, place, watch):
     console = Console(place, config, metrics, model.flops_per_token(), precision.dtype)
     while step < config.max_iters and not watch.here():
         step_started = time.perf_counter()
+        communication.update_begins()
         if count := bad.ahead.pop(samples, 0):
             skips.append([step + 1, samples, count])
             metrics.event(step, "passed_over", samples=[samples, count])
@@ -313,6 +315,7 @@ def run_rank(argv, place, watch):
         seconds = time.perf_counter() - step_started
         metrics.write("train", step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=samples * config.block_size, **console.speed(seconds))
         console.update(step, seconds)
+        communication.update_done(step, seconds, metrics)
         profiler.update_done()
         last = step == config.max_iters
         for rank, times in slow.note(own_seconds):

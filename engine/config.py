@@ -39,6 +39,7 @@ class Config:
     plan_gpu: str = "H100"  # the GPU that a plan is for
     rehearse: bool = False  # train nothing, try the run at toy size with a process killed on the way
     profile: int = 0  # updates to put under torch.profiler, after three that warm up: a table and a trace (0: none)
+    comm_report: int = 0  # updates of which to tell what ranks send each other and how long they wait, after three that warm up (0: none)
     check: bool = False  # train nothing, see whether the processes reach each other and how fast
     allow_change: bool = False  # resume although something that changes the curve was changed
 
@@ -59,10 +60,14 @@ class Config:
     norm_eps: float = 1e-5
     pos: str = "learned"  # learned | rope
     rope_theta: float = 10000.0
-    rope_scaling: float | None = None
+    rope_scaling: float | None = None  # pos=rope: a context so many times as long as the one of the model that goes on
+    rope_scaling_type: str = "llama3"  # llama3 | linear (position interpolation) | yarn
+    rope_original_context: int = 8192  # llama3, yarn (default with init_from: the context of those weights)
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
-    rope_original_context: int = 8192
+    rope_beta_slow: float = 1.0
+    rope_beta_fast: float = 32.0
+    rope_attention_factor: float | None = None
     mlp: str = "gelu"  # gelu (exact, as nanoGPT) | gelu_tanh (as OpenAI's GPT-2) | swiglu | relu2
     qk_norm: bool = False
     tie_embeddings: bool = True
@@ -168,8 +173,10 @@ def reference():
 
 
 # What a change of a setting means to a run that goes on. Architecture: it cannot. Curve: only when asked for. Rest: free.
-ARCHITECTURE = ("n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos rope_theta "
-                "rope_scaling rope_low_freq_factor rope_high_freq_factor rope_original_context mlp qk_norm tie_embeddings").split()
+ROPE = ("rope_theta rope_scaling rope_scaling_type rope_original_context rope_low_freq_factor rope_high_freq_factor rope_beta_slow rope_beta_fast "
+        "rope_attention_factor").split()  # which positions turn how far: weights with rope fit any of it, and have to learn it
+ARCHITECTURE = [*"n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size vocab_size bias qkv_bias o_bias norm norm_eps pos".split(), *ROPE,
+                *"mlp qk_norm tie_embeddings".split()]
 ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")  # what the trained parameters are: as fixed as the architecture
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
          "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
@@ -196,7 +203,7 @@ AT_LEAST = {
     "lr_decay_iters": 1, "threads": 0, "save_interval": 1, "keep_every": 0, "eval_interval": 0, "eval_tokens": 1,
     "eval_iters": 1, "log_interval": 1, "sample_interval": 0, "sample_tokens": 0, "max_bad_steps": 1, "learning_rate": 0, "muon_learning_rate": 0,
     "min_lr": 0, "weight_decay": 0, "grad_clip": 0, "resume_step": 0, "seed": 0, "dp_replicate": 1, "cp": 1, "tp": 1, "check_replicas_interval": 0,
-    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
+    "collective_seconds": 1, "lora_rank": 0, "plan": 0, "profile": 0, "comm_report": 0, "hellaswag_items": 0, "watchdog_seconds": 0, "time_limit": 0,
 }
 
 

@@ -14,13 +14,13 @@ UNUSUAL = 5  # standard deviations above their mean: about one update in a milli
 class Console:
     """Tells of each update what is due. Rank 0 speaks; the others measure their part of the peak beside it."""
 
-    def __init__(self, place, config, metrics, flops_per_token, dtype):
+    def __init__(self, place, config, metrics, flops_per_token: int, dtype: str):
         self.place, self.config, self.metrics = place, config, metrics
         self.flops_per_token, self.dtype, self.peak = flops_per_token, dtype, None  # the peak is of all devices together
         self.line_seconds = self.line_updates = 0  # what the next line is about
         self.shown, self.terminal = 0, place.speaks and sys.stdout.isatty()
 
-    def speed(self, seconds):
+    def speed(self, seconds: float) -> dict:
         """What metrics.jsonl has about an update that took so long."""
         rate = self.config.total_batch_size / seconds
         mfu = round(self.flops_per_token * rate / self.peak, 4) if self.peak else None
@@ -28,7 +28,7 @@ class Console:
             self.peak = peak_flops(self.place.device, self.dtype) * self.place.ranks
         return {"tokens_per_s": round(rate, 1), "mfu": mfu, "step_ms": round(seconds * 1e3, 3)}
 
-    def update(self, step, seconds):
+    def update(self, step: int, seconds: float) -> None:
         """Tells of the update that metrics.jsonl has just got, where a line is due."""
         if not self.place.speaks:
             return
@@ -43,7 +43,7 @@ class Console:
         if self.terminal:
             self.draw_bar(step, each)
 
-    def unusual(self):
+    def unusual(self) -> str:
         """What stands out in the last update, in words, or "": a loss or gradient norm far above those of the WINDOW before it."""
         found = []
         for name, column in (("loss", 1), ("gradient norm", 4)):
@@ -52,7 +52,7 @@ class Console:
                 found.append(f"{name} {score:.1f} standard deviations above its mean")
         return ", ".join(found)
 
-    def line(self, step, each, unusual):
+    def line(self, step: int, each: float, unusual: str) -> str:
         """each: seconds an update took, on average since the last line."""
         most, rate, peak = self.config.max_iters, self.config.total_batch_size / each, self.peak if step > 1 else None
         _, loss, lr, _, grad_norm = self.metrics.train[-1]
@@ -66,7 +66,7 @@ class Console:
             parts.append(f"\x1b[1;31munusual: {unusual}\x1b[0m" if self.terminal else f"unusual: {unusual}")
         return " | ".join(parts)
 
-    def draw_bar(self, step, each):
+    def draw_bar(self, step: int, each: float) -> None:
         if self.place.bar is None:
             from tqdm import tqdm
 
@@ -79,7 +79,7 @@ class Console:
         sys.stdout.write("\r")  # what another process prints overwrites it
 
 
-def z_score(values):
+def z_score(values: list[float]) -> float:
     """How many standard deviations the last value is above the mean of the WINDOW before it; 0 where there are fewer, or all are one."""
     *before, last = values
     if len(before) < WINDOW:
@@ -89,7 +89,7 @@ def z_score(values):
     return (last - mean) / deviation if deviation else 0.0
 
 
-def peak_memory(device):
+def peak_memory(device: torch.device) -> int:
     """The most bytes of the device's memory that this process has held: torch's on an accelerator, all of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -12,6 +12,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+from engine.communication import about
 from engine.errors import UserError
 
 
@@ -22,7 +23,7 @@ class ContextParallel:
         """waiting: makes a context that is entered while the others' keys and values are waited for."""
         self.group, self.size, self.rank, self.waiting = group, dist.get_world_size(group), dist.get_rank(group), waiting
 
-    def cut(self, tokens, targets, documents=None):
+    def cut(self, tokens: torch.Tensor, targets: torch.Tensor, documents=None) -> tuple:
         """A batch (B, T), T a multiple of 2 cp, and where documents lie in it -> this rank's tokens and targets (B, T / cp), and its Part."""
         part = Part(self, tokens.size(1), documents)
         at = part.at.to(tokens.device)
@@ -37,7 +38,7 @@ class Part:
     the first one up to their own position, and themselves causally.
     """
 
-    def __init__(self, context, T, documents=None):
+    def __init__(self, context, T: int, documents=None):
         self.context, self.chunk = context, T // (2 * context.size)
         starts = [context.rank * self.chunk, (2 * context.size - 1 - context.rank) * self.chunk]
         self.at = torch.cat([torch.arange(s, s + self.chunk) for s in starts])
@@ -63,16 +64,17 @@ class Part:
             self.labels = self.labels.to(device, non_blocking=True)
         return self
 
-    def among_all(self, B):
+    def among_all(self, B: int) -> torch.Tensor:
         """Where this rank's tokens (B, T / cp) lie among the B * T of whole sequences, (B * T / cp,) int64."""
         at = self.at.to(self.positions.device)
         return (torch.arange(B, device=at.device)[:, None] * (2 * self.context.size * self.chunk) + at).flatten()
 
-    def attend(self, q, k, v):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention of this rank's queries (B, H, T / cp, D) to all keys before them: its k, v (B, K, T / cp, D) and the others'."""
         return _Attention.apply(q, k, v, self)
 
-    def gather(self, k, v):
+    @about("keys and values")
+    def gather(self, k: torch.Tensor, v: torch.Tensor):
         """Starts to gather keys and values; what is returned waits for them: (B, K, T, D) twice."""
         own = torch.stack((k, v))  # (2, B, K, T / cp, D)
         all_of_them = own.new_empty(self.context.size, *own.shape)
@@ -86,7 +88,8 @@ class Part:
             return chunks.movedim(0, 3).flatten(3, 4).unbind()
         return wait
 
-    def send_home(self, dk, dv):
+    @about("keys and values")
+    def send_home(self, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of all keys and values (B, K, T, D), of which each rank has its queries' share -> their sums for this rank's own."""
         chunks = torch.stack((dk, dv)).unflatten(3, (2 * self.context.size, self.chunk)).movedim(3, 0)  # (2 cp, 2, B, K, chunk, D)
         head, tail = chunks.chunk(2)
@@ -96,7 +99,7 @@ class Part:
         return own.unbind()
 
 
-def pieces(T, documents):
+def pieces(T: int, documents) -> list[tuple[slice, int, int]]:
     """[(rows, start, stop)] of the pieces inside which attention is kept, positions counted in the row; none for padding."""
     if documents is None:
         return [(slice(None), 0, T)]
@@ -149,30 +152,30 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), (dk + home[0]).to(k.dtype), (dv + home[1]).to(v.dtype), None
 
 
-def merge(out, lse, more, more_lse):
+def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
     """Adds the attention to other keys: out, lse become those over the keys of both, in place."""
     both = torch.logaddexp(lse, more_lse)
     out.copy_(out * (lse - both).exp()[..., None] + more * (more_lse - both).exp()[..., None])
     lse.copy_(both)
 
 
-def flash(q, k, v, causal):
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, log-sum-exp of the scores (B, H, Tq) float32) of q (B, H, Tq, D) on k, v (B, K, Tk, D)."""
-    if q.device.type == "cuda":
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
 
-def flash_backward(d_out, q, k, v, out, lse, causal):
+def flash_backward(d_out, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of one block of keys, with `out` and `lse` those over all keys (Dao, arXiv 2307.08691, algorithm 2)."""
-    if q.device.type == "cuda":
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of dropout's random numbers
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, unused, unused)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, q, k, v, out, lse, 0.0, causal)
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(d_out, q, k, v, out, lse, 0.0, causal)
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the state of dropout's random numbers
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), 0.0, causal, unused, unused)  # None: where sequences begin, were they of several lengths
 
 
-def check_context(config, place):
+def check_context(config, place) -> None:
     """UserError where the settings of a run do not fit context parallelism."""
     c, problems = config, []
     if c.block_size % (2 * c.cp):
@@ -186,5 +189,9 @@ def check_context(config, place):
         problems.append(f"attention=plain with cp={c.cp}: parts are merged by what the flash kernels alone give; attention=auto would work, or cp=1")
     if c.device == "cuda" and c.dtype == "float32":
         problems.append(f"dtype=float32 with cp={c.cp}: the flash kernels of a GPU compute in half precision; dtype=bfloat16 would work")
+    head_dim = c.head_dim or c.n_embd // max(1, c.n_head)
+    if c.device == "cuda" and (head_dim % 8 or head_dim > 256):
+        works = " or ".join(str(d) for d in (head_dim // 8 * 8, head_dim // 8 * 8 + 8) if 0 < d <= 256) or "256"
+        problems.append(f"head_dim={head_dim} with cp={c.cp}: the flash kernels of a GPU take multiples of 8, 256 at most; head_dim={works} would work")
     if problems:
         raise UserError(*problems)

@@ -17,13 +17,14 @@ from data.shards import sync_folder
 from data.tokenizers import byte_letters
 from engine.checkpoint import pieces, write_json, write_safetensors
 from engine.errors import UserError, full_disk_told
-from engine.families import FAMILIES, GPT2, LLAMA3_ROPE, layout, stored_shape
+from engine.families import FAMILIES, GPT2, ROPE_KEYS, Family, Weights, layout, stored_shape
+from model import ModelConfig
 
 SHARD_BYTES = 5_000_000_000  # of a file; a model above it is written in several
 START_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>")  # what tokenizers call the token before a document, where they have one
 
 
-def export(weights, tokenizer, folder, say, dtype="auto"):
+def export(weights: Weights, tokenizer, folder: str, say, dtype: str = "auto") -> None:
     """Writes Weights (engine/families.py) and their tokenizer as a Hugging Face folder.
 
     dtype: auto (as they are stored), or what they are written in. UserError where a switch of the model fits no family, or the
@@ -57,7 +58,7 @@ def export(weights, tokenizer, folder, say, dtype="auto"):
 # ------------------------------------------------------------------------------------------------------ configuration
 
 
-def find_family(config):
+def find_family(config: ModelConfig) -> tuple[Family, ModelConfig]:
     """(family, ModelConfig as the family has it) for a model; UserError that names the switches where none fits.
 
     Biases that the family has and the model lacks are written as zeros, which changes nothing.
@@ -81,7 +82,7 @@ def find_family(config):
                     f"comes nearest, but has no such {' and '.join(wrong)}; our own checkpoints hold any model")
 
 
-def config_json(family, config, tokenizer):
+def config_json(family: Family, config: ModelConfig, tokenizer) -> dict:
     """config.json of a model, in keys that transformers 4 and 5 both read."""
     key, meanings = family.activation
     found = {"architectures": [family.architecture], "model_type": family.model_type,
@@ -94,14 +95,16 @@ def config_json(family, config, tokenizer):
     if family is GPT2:
         found |= {"resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
     else:
-        scaling = {theirs: getattr(config, ours) for theirs, ours in LLAMA3_ROPE.items()}
-        found |= {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling is None else {"rope_type": "llama3", **scaling}}
+        kind, scaling = config.rope_scaling_type, None
+        if config.rope_scaling is not None:
+            scaling = {"rope_type": kind, **{theirs: value for theirs, ours in ROPE_KEYS[kind].items() if (value := getattr(config, ours)) is not None}}
+        found |= {"rope_theta": config.rope_theta, "rope_scaling": scaling}
     if "sliding_window" in family.defaults:
         found["sliding_window"] = None
     return {**found, "initializer_range": 0.02, "use_cache": True, **token_ids(tokenizer)}
 
 
-def token_ids(tokenizer):
+def token_ids(tokenizer) -> dict[str, int | None]:
     """bos and eos: a tokenizer without a token of its own for a document's start begins with the one that ends the document before."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
@@ -109,7 +112,7 @@ def token_ids(tokenizer):
     return {"bos_token_id": start, "eos_token_id": tokenizer.eot_id}
 
 
-def turn_ends(tokenizer):
+def turn_ends(tokenizer) -> dict[str, list[int]]:
     """What a model that talks in ChatML, for want of a template of its own, stops at besides the end of a text."""
     if not speaks_chatml(tokenizer):
         return {}
@@ -117,7 +120,7 @@ def turn_ends(tokenizer):
     return {"eos_token_id": sorted({stop for stop in stops if stop is not None})}
 
 
-def speaks_chatml(tokenizer):
+def speaks_chatml(tokenizer) -> bool:
     from data.chat import CHATML_TOKENS
 
     return tokenizer is not None and not tokenizer.chat_template and set(CHATML_TOKENS) <= tokenizer.controls.keys()
@@ -126,7 +129,7 @@ def speaks_chatml(tokenizer):
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
-def write_tensors(folder, family, config, sources, dtype):
+def write_tensors(folder: str, family: Family, config: ModelConfig, sources: dict, dtype: torch.dtype | None) -> tuple[int, str]:
     """Writes the weights in one file, or in several and their index; returns (bytes, the embedding's dtype as config.json names it)."""
     parts, described = layout(family, config), {}
     for name, ours in parts.items():
@@ -161,7 +164,7 @@ def write_tensors(folder, family, config, sources, dtype):
 # ---------------------------------------------------------------------------------------------------------- tokenizer
 
 
-def write_tokenizer(folder, tokenizer, context, say):
+def write_tokenizer(folder: str, tokenizer, context: int, say) -> None:
     """tokenizer.json and tokenizer_config.json: the same ids and the same text from the tokenizers package as from ours."""
     if tokenizer.kind == "json":
         tokenizer.save(folder)
@@ -209,7 +212,7 @@ def as_engine(tokenizer):
     return engine
 
 
-def merges_of(tokens):
+def merges_of(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
     """The merges of a byte-pair encoding from its tokens, bytes in the order in which training found them: each is the merge of the two that the
     earlier ones leave of it."""
     rank, found = {t: i for i, t in enumerate(tokens)}, []

@@ -45,7 +45,7 @@ class Weights:
     checkpoint: Checkpoint | None = None  # where it is one of ours, which has an optimizer's state too
 
 
-def open_weights(where, say=print):
+def open_weights(where: str, say=print) -> Weights:
     """The Weights at `where`: a run folder (its newest checkpoint), one of its checkpoints, a nanoGPT ckpt.pt or its folder, a
     Hugging Face folder, or a name on its hub, NAME@REVISION for another one than its newest. UserError, a sentence, where there is none that can be read."""
     if os.path.isfile(os.path.join(where, "manifest.json")):
@@ -73,7 +73,7 @@ def open_weights(where, say=print):
     raise UserError(f"there is nothing at {where}{nearest(name, list(GPT2_NAMES))}")
 
 
-def of_checkpoint(checkpoint):
+def of_checkpoint(checkpoint: Checkpoint) -> Weights:
     sources = lora.merged(checkpoint.sources("model"), checkpoint.manifest.get("config", {}), checkpoint.path)
     return Weights(checkpoint.path, checkpoint.model_config(), sources, checkpoint.tokenizer(), checkpoint)
 
@@ -97,12 +97,12 @@ class Family:
     bias_keys: tuple = ()  # those of attention_bias and mlp_bias that it has
     transposed: bool = False  # matrices in blocks are stored (in, out)
 
-    def their_name(self, name):
+    def their_name(self, name: str) -> str:
         words = name.split(".")
         layer = self.layers.format(words[1]) if words[0] == "blocks" else ""
         return f"{layer}{self.names['.'.join(words[2 if layer else 0:-1])]}.{words[-1]}"
 
-    def flips(self, name):
+    def flips(self, name: str) -> bool:
         """Whether the tensor of our name is stored transposed."""
         return self.transposed and name.startswith("blocks.") and name.endswith(".weight") and ".norm" not in name
 
@@ -168,7 +168,7 @@ LOOKED_AT = set("rope_theta rope_scaling rope_parameters sliding_window use_slid
 OLD_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # causal masks and frequencies that old files hold
 
 
-def layout(family, config):
+def layout(family: Family, config: ModelConfig) -> dict[str, list[tuple[str, tuple]]]:
     """{their name: [(name, shape) of ours that lie in it, one after the other]} of a model of this ModelConfig."""
     with torch.device("meta"):
         parameters = GPT(config).named_parameters()
@@ -179,13 +179,13 @@ def layout(family, config):
     return found
 
 
-def stored_shape(family, parts):
+def stored_shape(family: Family, parts: list[tuple[str, tuple]]) -> tuple:
     """The shape in a file of tensors [(our name, shape)] that lie in it one after the other."""
     shape = (sum(s[0] for _, s in parts), *parts[0][1][1:])
     return shape[::-1] if family.flips(parts[0][0]) else shape
 
 
-def make_sources(family, config, shapes, read, where):
+def make_sources(family: Family, config: ModelConfig, shapes: dict[str, tuple], read, where: str) -> dict[str, Any]:
     """{our name: (shape, function of a slice that reads those rows)} from tensors under a family's names.
 
     shapes: {their name: shape}; read(their name, slice, ...): part of a tensor. Names without what the family's begin with, as a model
@@ -226,11 +226,11 @@ def make_sources(family, config, shapes, read, where):
     return sources
 
 
-def several(names):
+def several(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
-def check_tied(head, embedding, shapes, read, where):
+def check_tied(head: str, embedding: str | None, shapes: dict[str, tuple], read, where: str) -> None:
     """UserError where a file that calls its head tied to the embedding holds another one: which of the two counts is not for us to say."""
     if embedding is None:
         return  # said to be missing
@@ -244,7 +244,7 @@ def check_tied(head, embedding, shapes, read, where):
 # ------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-def download(name, revision):
+def download(name: str, revision: str | None) -> str:
     """The folder of a Hugging Face model, from the hub or its cache; only weights, configuration and tokenizer."""
     import huggingface_hub
 
@@ -257,7 +257,7 @@ def download(name, revision):
                         "with a network it would be fetched, a local folder of the model works without") from None
 
 
-def of_huggingface(folder, say):
+def of_huggingface(folder: str, say) -> Weights:
     """Weights of a Hugging Face folder: config.json and .safetensors files, one or several."""
     family, config = read_config(os.path.join(folder, "config.json"), say)
     files = SafetensorsFiles(folder)
@@ -271,7 +271,7 @@ def of_huggingface(folder, say):
 class SafetensorsFiles:
     """The tensors of a folder's safetensors files: model.safetensors, those of model.safetensors.index.json, or all there are."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str):
         self.folder, self.shapes, self.file = folder, {}, {}
         listed = {}
         if os.path.isfile(os.path.join(folder, "model.safetensors")):
@@ -292,7 +292,7 @@ class SafetensorsFiles:
             raise UserError(f"{folder} lacks {several(elsewhere)}, which model.safetensors.index.json names: fetch the files again")
 
     @staticmethod
-    def read_index(path):
+    def read_index(path: str) -> dict[str, str]:
         try:
             listed = read_json(path).get("weight_map")
             if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) and n == os.path.basename(n) != "" for n in listed.values()):
@@ -302,7 +302,7 @@ class SafetensorsFiles:
         return listed
 
     @staticmethod
-    def look_into(path):
+    def look_into(path: str) -> dict[str, tuple]:
         try:
             with safe_open(path, "pt") as f:
                 slices = {name: f.get_slice(name) for name in f.keys()}
@@ -310,13 +310,13 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise refuse(path, "a whole safetensors file", error) from None
 
-    def read(self, name, *slices):
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
         """Part of a tensor, mapped from its file: only what is looked at is read, and the mapping goes when the tensor does."""
         with safe_open(os.path.join(self.folder, self.file[name]), "pt") as f:
             return f.get_slice(name)[slices]
 
 
-def read_config(path, say):
+def read_config(path: str, say) -> tuple[Family, ModelConfig]:
     """(family, ModelConfig) of a config.json; UserError, a sentence for each thing in it that this model does not compute."""
     try:
         c = read_json(path)
@@ -357,7 +357,7 @@ def read_config(path, say):
     return family, config
 
 
-def read_sizes(family, given, problems):
+def read_sizes(family: Family, given: dict, problems: list[str]) -> dict:
     """{field of ModelConfig: value} of a configuration's sizes, each of its type and in bounds; what is not is added to problems."""
     types, fields = {f.name: f for f in dataclasses.fields(ModelConfig)}, {}
     for key, name in family.sizes.items():
@@ -375,11 +375,11 @@ def read_sizes(family, given, problems):
     return fields
 
 
-def is_positive(value):
-    return type(value) in (int, float) and 0 < value < math.inf
+def is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e12
 
 
-def check_windows(family, given, fields, problems):
+def check_windows(family: Family, given: dict, fields: dict, problems: list[str]) -> None:
     """Adds to problems where a query would not see all earlier keys: windows that are in use, and shorter than the context."""
     kinds, window = given.get("layer_types"), given.get("sliding_window")
     if kinds is not None and kinds != ["full_attention"] * fields["n_layer"]:
@@ -391,7 +391,7 @@ def check_windows(family, given, fields, problems):
         problems.append(f"sliding_window={reprlib.repr(window)} in use, where this version computes attention to the whole context")
 
 
-def read_rope(given, context, problems):
+def read_rope(given: dict, context: int, problems: list[str]) -> dict:
     """ModelConfig's fields of the rotary embedding, from rope_parameters (transformers 5) or rope_scaling and rope_theta (4)."""
     old, new = given.get("rope_scaling"), given.get("rope_parameters")
     rope = old or new or {}
@@ -399,28 +399,56 @@ def read_rope(given, context, problems):
         problems.append(f"rope_scaling={reprlib.repr(old)} and rope_parameters={reprlib.repr(new)}, where one object was expected")
         return {}
     rope = {"rope_theta": given.get("rope_theta", 10000.0), **rope}
-    kind = rope.pop("rope_type", rope.get("type", "default"))
+    kind = rope.pop("rope_type", rope.get("type", "default")) or "default"
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1) not in (1, None):
         problems.append("a partial_rotary_factor other than 1, where this version turns all of a head's channels")
     fields = {"rope_theta": rope.pop("rope_theta")}
-    if kind == "llama3":
+    if not isinstance(kind, str) or kind not in ("default", *ROPE_KEYS):
+        problems.append(f"rope scaling of the type {reprlib.repr(kind)}, where this version computes default, {', '.join(ROPE_KEYS)}")
+        return {}
+    keys = ROPE_KEYS.get(kind, {})
+    if kind == "yarn":
+        read_yarn(rope, problems)
+    if "original_max_position_embeddings" in keys:
         rope.setdefault("original_max_position_embeddings", context)
-        for key, name in LLAMA3_ROPE.items():
-            fields[name] = rope.pop(key, None)
-    elif kind not in ("default", None):
-        problems.append(f"rope scaling of the type {reprlib.repr(kind)}, where this version computes default and llama3")
-    if kind in ("default", "llama3", None) and any(rope.values()):
-        problems.append(f"rope scaling with {', '.join(k for k, v in rope.items() if v)}, which the type {kind or 'default'} does not have")
-    if wrong := [f"{name} of {reprlib.repr(value)}" for name, value in fields.items() if not is_positive(value) or value > 1e12]:
+    fields |= {name: rope.pop(key, None) for key, name in keys.items()}
+    if kind == "yarn":  # what transformers takes where they are absent; without an attention_factor it follows from the factor, as ours
+        fields["rope_beta_fast"], fields["rope_beta_slow"] = fields["rope_beta_fast"] or 32.0, fields["rope_beta_slow"] or 1.0
+        if fields["rope_attention_factor"] is None:
+            del fields["rope_attention_factor"]
+    if any(rope.values()):
+        problems.append(f"rope scaling with {', '.join(k for k, v in rope.items() if v)}, which the type {kind} does not have")
+    if wrong := [f"{name} of {reprlib.repr(value)}" for name, value in fields.items() if not is_positive(value)]:
         problems.append(f"{', '.join(wrong)}, where a number above 0 was expected")
         return {}
-    return {name: int(value) if name == "rope_original_context" else float(value) for name, value in fields.items()}
+    fields = {name: int(value) if name == "rope_original_context" else float(value) for name, value in fields.items()}
+    return fields if kind == "default" else {**fields, "rope_scaling_type": kind}
 
 
-# rope_scaling's keys of the type llama3 -> fields of ModelConfig
-LLAMA3_ROPE = {"factor": "rope_scaling", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
-               "original_max_position_embeddings": "rope_original_context"}
+def read_yarn(rope: dict, problems: list[str]) -> None:
+    """Turns the two ways to say YaRN's attention_factor into one, in place; what only other versions of YaRN have is added to problems."""
+    mscale, all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
+    if rope.pop("truncate", True) not in (True, None):
+        problems.append("rope scaling of the type yarn with truncate=false, where this version rounds the channels between which it passes over")
+    if not mscale or not all_dim or rope.get("attention_factor") is not None:
+        return
+    if not all(is_positive(value) for value in (mscale, all_dim, rope.get("factor"))):
+        problems.append(f"mscale={reprlib.repr(mscale)} and mscale_all_dim={reprlib.repr(all_dim)} with factor={reprlib.repr(rope.get('factor'))}, "
+                        "where numbers above 0 were expected")
+        return
+    grown = math.log(max(1, rope["factor"]))
+    rope["attention_factor"] = (0.1 * mscale * grown + 1) / (0.1 * all_dim * grown + 1)
+
+
+# a type of rope scaling -> {its keys: fields of ModelConfig}
+ROPE_KEYS = {
+    "llama3": {"factor": "rope_scaling", "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor",
+               "original_max_position_embeddings": "rope_original_context"},
+    "linear": {"factor": "rope_scaling"},
+    "yarn": {"factor": "rope_scaling", "original_max_position_embeddings": "rope_original_context", "beta_fast": "rope_beta_fast",
+             "beta_slow": "rope_beta_slow", "attention_factor": "rope_attention_factor"},
+}
 
 
 # ------------------------------------------------------------------------------------------------------------ nanoGPT
@@ -428,7 +456,7 @@ LLAMA3_ROPE = {"factor": "rope_scaling", "low_freq_factor": "rope_low_freq_facto
 NANOGPT = dataclasses.replace(GPT2, model_type="nanoGPT", transposed=False)
 
 
-def of_nanogpt(path):
+def of_nanogpt(path: str) -> Weights:
     """Weights of a nanoGPT checkpoint, compiled (`_orig_mod.`) or not. A file that asks for more than tensors and plain values is refused."""
     try:
         saved = load_torch(path)
@@ -456,7 +484,7 @@ def of_nanogpt(path):
     return Weights(path, config, sources, nanogpt_tokenizer(path, trained_on, config.vocab_size))
 
 
-def nanogpt_tokenizer(path, config, vocab_size):
+def nanogpt_tokenizer(path: str, config: dict, vocab_size: int):
     """The tokenizer of the data set a nanoGPT checkpoint was trained on: beside it (DIR/data/NAME for DIR/out/ckpt.pt), or one
     prepared here; else GPT-2's where the vocabulary has its size; else None."""
     name = config.get("dataset") if isinstance(config, dict) else None
@@ -484,7 +512,7 @@ def gpt2_tokenizer():
 # ------------------------------------------------------------------------------------------------- a larger vocabulary
 
 
-def with_new_rows(sources, vocab_size, first_values):
+def with_new_rows(sources: dict[str, Any], vocab_size: int, first_values: dict[str, Any]) -> dict[str, Any]:
     """sources for a model of a larger vocabulary, whose first_values() are given: rows from the weights' vocab_size on start from those."""
     def rows_of(read, fresh, rows):
         first, behind = rows.start, rows.stop

@@ -46,7 +46,7 @@ GPU_PEAKS = [
 ]
 
 
-def peak_flops(device, dtype):
+def peak_flops(device: torch.device, dtype: str) -> float:
     """FLOP/s that the device's matrix products can reach: from the table for a known GPU, else measured, some 0.1 s."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -66,7 +66,7 @@ def peak_flops(device, dtype):
 class Metrics:
     """Appends to metrics.jsonl, keeps what the picture needs, and tells wandb and TensorBoard where that was asked for."""
 
-    def __init__(self, run, step, active=True):
+    def __init__(self, run: str, step: int, active: bool = True):
         """Opens run/metrics.jsonl to go on after `step` updates: lines beyond it, and a torn last one, are cut off.
 
         A rank that is not active writes nothing.
@@ -75,7 +75,7 @@ class Metrics:
         self.trackers, self.file, self.lock = Trackers(), None, threading.Lock()  # a save in the background writes its line too
         self.go_back(step)
 
-    def go_back(self, step):
+    def go_back(self, step: int) -> None:
         """Cuts off what lies beyond `step`: it comes again."""
         self.train, self.val, self.restarts = [], [], []  # (tokens, loss, lr, tokens_per_s, grad_norm), (tokens, loss), tokens
         self.general, self.right = [], []  # (tokens, loss on general text); share of answers
@@ -103,7 +103,7 @@ class Metrics:
         self.file = open(self.path, "a", encoding="utf-8")
         self.trackers.tell("go_back", step)
 
-    def write(self, kind, step, **values):
+    def write(self, kind: str, step: int, **values) -> None:
         """One line: {"kind": ..., "step": ..., ...}, numbers in full precision."""
         if not self.active:
             return
@@ -114,16 +114,16 @@ class Metrics:
         if self.trackers.active and kind != "event":
             self.trackers.tell("write", kind, step, values)
 
-    def event(self, step, event, **values):
+    def event(self, step: int, event: str, **values) -> None:
         self.write("event", step, event=event, **values)
         self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         if self.active:
             with self.lock:
                 self.file.flush()
 
-    def sync(self):
+    def sync(self) -> None:
         """Puts all lines on the disk: a checkpoint's steps stand in the log before it is complete."""
         self.flush()
         if self.active:
@@ -144,13 +144,13 @@ class Metrics:
         elif record.get("event") == "resumed":
             self.restarts.append(self.tokens)
 
-    def best(self):
+    def best(self) -> tuple[int | None, float]:
         """(step, validation loss) of the best so far, the first of equals; (None, inf) before one. What a run started from is none of its own."""
         losses = {step: loss for step, loss in self.val_losses.items() if step}
         step = min(losses, key=losses.get, default=None)
         return step, losses.get(step, float("inf"))
 
-    def what_it_brought(self):
+    def what_it_brought(self) -> list[str]:
         """Sentences on what a run has gained and cost: answers that are right, the loss on general text (forgetting)."""
         said = []
         if len(self.right) > 1:
@@ -160,7 +160,7 @@ class Metrics:
             said.append(f"general loss {'rose' if last > first else 'fell'} by {abs(last - first):.4f}, from {first:.4f} to {last:.4f}")
         return said
 
-    def start_trackers(self, config, settings, step, run_id):
+    def start_trackers(self, config, settings: dict, step: int, run_id: str | None) -> str | None:
         """Starts wandb, or resumes its run `run_id`, and TensorBoard, as the config says. Returns the id of the wandb run there is now, or None."""
         if config.tensorboard_log:
             self.trackers.start("tensorboard_log", lambda: TensorBoard(self.run, step))
@@ -170,12 +170,12 @@ class Metrics:
             return wandb.id if wandb else run_id
         return run_id
 
-    def close(self):
+    def close(self) -> None:
         if self.active:
             self.file.close()
         self.trackers.tell("close")
 
-    def draw(self):
+    def draw(self) -> None:
         """Draws run/loss.png: losses over tokens, learning rate and speed under them. 800 pixels wide."""
         if not self.active:
             return
@@ -223,7 +223,7 @@ class Metrics:
             print(f"warning: {os.path.join(self.run, 'loss.png')} was not drawn: {error.strerror}", file=sys.stderr)
 
 
-def write_picture(figure, path):
+def write_picture(figure, path: str) -> None:
     """Writes a matplotlib figure as PNG, whole or not at all; OSError where the folder does not take it."""
     try:
         figure.savefig(path + ".tmp", format="png")
@@ -239,7 +239,7 @@ def write_picture(figure, path):
 NOT_OF_THE_CURVE = ("kind", "step", "tokens_per_s", "mfu", "step_ms")  # what a line says besides what was computed
 
 
-def read_curve(run):
+def read_curve(run: str) -> dict[tuple[int, str], dict]:
     """{(step, kind): {name: value}} of the lines of a run (its folder, or a metrics.jsonl) that are no events, in the order of steps.
 
     A last line that is torn off belongs to a run that is being written or was killed. UserError for anything else that is no log of ours.
@@ -270,7 +270,7 @@ def read_curve(run):
     return dict(sorted(curve.items(), key=lambda item: (item[0][0], item[0][1] != "train", item[0][1])))
 
 
-def compare(first, other, a, b):
+def compare(first: dict, other: dict, a: str, b: str) -> tuple[bool, list[str]]:
     """(whether two curves of read_curve(), by the names a and b, are one in what both have; sentences that say so or where they part)."""
     ours, theirs = ({step for step, kind in curve if kind == "train"} for curve in (first, other))
     both = ours & theirs
@@ -291,19 +291,20 @@ def compare(first, other, a, b):
                    f"over {updates(both)} their losses are at most {far:.1e} apart, relative to the loss, at step {where:,}", *alone]
 
 
-def same(a, b):
+def same(a, b) -> bool:
     """Whether two values are one to the last bit: NaN is NaN, and 0.0 is not -0.0."""
     return repr(a) == repr(b)
 
 
-def difference(name, a, b):
+def difference(name: str, a, b) -> str:
     """'loss 3.0 and 3.0000002, 1 float32 ulp apart'."""
     numbers = all(isinstance(x, (int, float)) for x in (a, b))
     return f"{name} {a!r} and {b!r}" + (f", {last_bit_units(a, b)} apart" if numbers else "")
 
 
-def last_bit_units(a, b):
-    """How far two numbers are apart in units in the last place (ulps), '3 float32 ulps', '12.0%' where it is more than rounding: of float32 where both are such, as losses are, else of
+def last_bit_units(a: float, b: float) -> str:
+    """How far two numbers are apart in units in the last place (ulps), '3 float32 ulps', or '12.0%' where it is more than
+    rounding: of float32 where both are such, as losses are, else of
     float64. Floats of one sign stand in the order of their bits read as integers, so the distance of those is the count of steps between them."""
     if isinstance(a, int) and isinstance(b, int):
         return f"{abs(a - b):,}"
@@ -321,7 +322,7 @@ def last_bit_units(a, b):
     return f"{distance:,} {name} ulp{'s' if distance != 1 else ''}"
 
 
-def updates(steps):
+def updates(steps: set[int]) -> str:
     """'updates 1 to 49, 101 to 200'."""
     spans = []
     for step in sorted(steps):
@@ -332,7 +333,7 @@ def updates(steps):
     return f"update{'s' if len(steps) > 1 else ''} " + ", ".join(f"{a:,} to {b:,}" if a < b else f"{a:,}" for a, b in spans)
 
 
-def draw_over_each_other(curves, path):
+def draw_over_each_other(curves: dict[str, dict], path: str) -> None:
     """Draws {name: curve of read_curve()} into one PNG, 800 pixels wide: losses over tokens and, under them, how far each is from the first's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -365,7 +366,7 @@ def draw_over_each_other(curves, path):
     write_picture(figure, path)
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Compares and draws the runs of a command line; returns the exit code."""
     if not argv or "--help" in argv:
         print(__doc__)
@@ -389,7 +390,7 @@ def main(argv):
     return 0 if all(one for one, _ in found) else EXIT_FAILED
 
 
-def describe(model, config, feed, place):
+def describe(model: torch.nn.Module, config, feed, place) -> str:
     """The few lines at the start of a log that say what is trained on what."""
     sizes = {n: (p.numel(), p.dim()) for n, p in model.named_parameters()}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -419,7 +420,7 @@ def describe(model, config, feed, place):
         f"device: {device.type} ({where}), {config.dtype}{', compiled' if config.compile else ''}{layout}{', deterministic' if config.deterministic else ''}\n"))
 
 
-def smooth(values, weight=0.95):
+def smooth(values: list[float], weight: float = 0.95) -> list[float]:
     """Exponential moving average, corrected for its start (as Adam's)."""
     out, average, total = [], 0.0, 0.0
     for v in values:
@@ -428,7 +429,7 @@ def smooth(values, weight=0.95):
     return out
 
 
-def short_number(x):
+def short_number(x: float) -> str:
     """12345 -> 12.3k."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(x) >= size:
@@ -436,7 +437,7 @@ def short_number(x):
     return f"{x:.3g}"
 
 
-def short_time(seconds):
+def short_time(seconds: float) -> str:
     """3725 -> 1h02m."""
     seconds = int(seconds)
     if seconds < 60:

@@ -7,6 +7,7 @@ objects that a run trains with, cut as FSDP2 cuts them. No GPU and no data are n
 import copy
 import dataclasses
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def plan(config, world):
 
     memory: {kind: bytes on the busiest device, rank 0's}. Weights, gradients and optimizer are exact; what is worked with beside
     them, activations and logits are estimates (see working_bytes, activation_bytes, logit_bytes). on_host: the kinds that cpu_offload
-    moves there. shards: [(weights, gradients, optimizer)] of each rank of a replica, exact. sent: {collective: bytes that a rank
+    moves there. shards: [(weights, gradients, optimizer)] of each rank of a replica, exact. sent: {"collective of kind": bytes that a rank
     sends in one update}, with rings (see sent_bytes). checkpoint: exact but for some KB of names. hours: at ASSUMED_MFU.
     UserError where the settings do not fit together, or not that many processes.
     """
@@ -63,18 +64,13 @@ def plan(config, world):
     how_long = find_updates(c)
     settings.resolve(c)
     check_batch(place, c)
+    model = meta_model(c)
     with torch.device("meta"):
-        model = GPT(settings.make_model_config(c))
-        add_adapters(model, c)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         trained = [n for n, p in model.named_parameters() if p.requires_grad]
         state = {n: tuple(t.shape) for n, t in make_optimizer(model.named_parameters(), c).state().items()}
     here = {n: cut(n, shape, place.tp) for n, shape in shapes.items()}  # what ranks that share layers have of each
-    in_blocks = {f"blocks.{i}.{m}.{kind}" for i, block in enumerate(model.blocks) for m, module in block.named_modules()
-                 if isinstance(module, torch.nn.Linear) for kind, _ in module.named_parameters()}
-    parts = {n: Part(shape, n in trained) for n, shape in here.items()}
-    linears = [part for n, part in parts.items() if n in in_blocks]  # the groups that sync.shard() makes
-    root = [part for n, part in parts.items() if n not in in_blocks]
+    linears, root, norms = groups_of(model, place)
 
     shards = []
     for index in range(place.shards):
@@ -96,7 +92,7 @@ def plan(config, world):
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element, [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n]),
+        "sent": sent_bytes(c, place, linears, root, element, norms),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
@@ -107,6 +103,33 @@ class Part(NamedTuple):
 
     shape: tuple
     trained: bool
+
+
+def meta_model(c):
+    """The GPT of a run's settings, without memory."""
+    with torch.device("meta"):
+        model = GPT(settings.make_model_config(c))
+        add_adapters(model, c)
+    return model
+
+
+def groups_of(model, place):
+    """The Parts of a whole GPT's parameters in the groups that sync.shard() makes, the blocks' Linears and the root; and the blocks' norms among
+    the latter."""
+    in_blocks = {f"blocks.{i}.{m}.{kind}" for i, block in enumerate(model.blocks) for m, module in block.named_modules()
+                 if isinstance(module, torch.nn.Linear) for kind, _ in module.named_parameters()}
+    parts = {n: Part(cut(n, tuple(p.shape), place.tp), p.requires_grad) for n, p in model.named_parameters()}
+    return ([part for n, part in parts.items() if n in in_blocks], [part for n, part in parts.items() if n not in in_blocks],
+            [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n])
+
+
+def planned_traffic(c, place) -> dict[str, int]:
+    """{kind: bytes that a rank sends in an update} of a run whose settings are resolved, on the processes of its Place."""
+    linears, root, norms = groups_of(meta_model(c), place)
+    sent = Counter()
+    for name, b in sent_bytes(c, place, linears, root, 4 if c.dtype == "float32" else 2, norms).items():
+        sent[name.partition(" of ")[2]] += b
+    return dict(sent)
 
 
 def gpu_peaks(name):
@@ -239,8 +262,8 @@ def logit_bytes(model, c, element):
     return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
-def sent_bytes(c, place, linears, root, element, norms):
-    """{collective: bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
+def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
+    """{"collective of kind": bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
     reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
 
     DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
@@ -252,45 +275,45 @@ def sent_bytes(c, place, linears, root, element, norms):
     def ring(n):
         return (n - 1) / n
 
-    each, n = c.micro_batches // place.groups, place.shards
-    shared = {}
+    each, n, sent = c.micro_batches // place.groups, place.shards, Counter()
     if place.cp > 1:  # gathered for the forward (twice where it is computed again) and for the backward
         whole = element * c.n_layer * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
         times = 3 if c.activation_checkpointing == "block" else 2
-        shared["all-gather of keys and values"] = each * ring(place.cp) * times * whole
-        shared["reduce-scatter of keys and values"] = each * ring(place.cp) * whole
+        sent["all-gather of keys and values"] += each * ring(place.cp) * times * whole
+        sent["reduce-scatter of keys and values"] += each * ring(place.cp) * whole
     if place.tp > 1:
         tokens = c.batch_size * c.block_size // place.cp
         whole = 4 * tokens * c.n_embd
         # a sub-layer gathers its tokens and scatters its sums, in the backward the other way round; the embeddings scatter theirs
         forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 1 + 1 / c.batch_size
         again = forward if c.activation_checkpointing == "block" else 0  # which ends before a block's last scatter
-        shared["all-gather of activations"] = each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
-        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
-        shared["all-reduce of activations"] = each * 2 * ring(place.tp) * (whole + 4)
-        shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))  # of norms, from each rank's tokens
-    shared = {kind: round(b) for kind, b in shared.items()}
-    if place.layout != "fsdp":
+        sent["all-gather of activations"] += each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
+        sent["reduce-scatter of activations"] += each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
+        sent["all-reduce of activations"] += each * 2 * ring(place.tp) * (whole + 4)
+        # of norms, from each rank's tokens
+        sent["all-reduce of gradients"] += each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))
+    if place.layout != "fsdp" and place.ranks > 1:
         buffer = 4 * sum(math.prod(p.shape) for p in with_gradients((*linears, *root)))
-        if place.ranks == 1:
-            return {}
         if c.deterministic:  # sync.exchange, once for each subtree
             run = power_of_two_in(each) if place.cp == 1 else 1
             times = each // run * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
-            return {"all-to-all": round(times), "all-gather": round(times), **shared}
-        return {"all-reduce": round(2 * ring(place.ranks) * buffer), **shared}
-    blocks, whole = padded(linears, n), padded(root, n)
-    gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
-    scattered = 4 * padded(with_gradients((*linears, *root)), n)
-    if c.optimizer == "muon":  # gathers whole matrices once, in float32
-        gathered += 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n) / each
-    sent = {"all-gather": round(each * ring(n) * gathered)}
-    sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
-    if (r := place.replicas) > 1 and c.deterministic:
-        sent["all-gather of replicas"] = round(each * (r - 1) * scattered / n)
-    elif r > 1:
-        sent["all-reduce"] = round(2 * ring(r) * scattered / n)
-    return {kind: b for kind, b in {**sent, **shared}.items() if b}
+            sent["all-to-all of gradients"] += times
+            sent["all-gather of gradients"] += times
+        else:
+            sent["all-reduce of gradients"] += 2 * ring(place.ranks) * buffer
+    elif place.layout == "fsdp":
+        blocks, whole = padded(linears, n), padded(root, n)
+        gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
+        scattered = 4 * padded(with_gradients((*linears, *root)), n)
+        sent["all-gather of parameters"] += each * ring(n) * gathered
+        sent["all-to-all of gradients" if c.deterministic else "reduce-scatter of gradients"] += each * ring(n) * scattered
+        if c.optimizer == "muon":  # gathers whole matrices once, in float32
+            sent["all-gather of Muon's matrices"] += ring(n) * 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n)
+        if (r := place.replicas) > 1 and c.deterministic:
+            sent["all-gather of gradients"] += each * (r - 1) * scattered / n
+        elif r > 1:
+            sent["all-reduce of gradients"] += 2 * ring(r) * scattered / n
+    return {kind: round(b) for kind, b in sent.items() if b}
 
 
 # ---------------------------------------------------------------------------------------------------------- showing it

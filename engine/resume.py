@@ -10,7 +10,7 @@ import time
 
 from engine import checkpoint as ckpt
 from engine import lora
-from engine.config import ADAPTERS, ARCHITECTURE, CURVE
+from engine.config import ADAPTERS, ARCHITECTURE, CURVE, ROPE
 from engine.errors import UserError
 from engine.families import with_new_rows
 
@@ -105,12 +105,21 @@ def check_resumable(resumed, config, feed, say):
 def take_architecture(config, model, where):
     """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
 
-    What the command line said must agree. A smaller block_size stands, since weights can be cropped to it; so does a larger one with rope,
-    and with resize_vocab a larger vocabulary.
+    What the command line said must agree. A smaller block_size stands, since weights can be cropped to it; so do a larger one and the settings
+    of rope with pos=rope, and with resize_vocab a larger vocabulary.
     """
     sentences, wrong = [], []
+    turned = [key for key in ROPE if model.pos == "rope" and config.given.get(key) == "command line" and getattr(config, key) != getattr(model, key)]
+    if {"rope_scaling", "rope_scaling_type"} & set(turned) and config.given.get("rope_original_context") != "command line":
+        config.rope_original_context = original_context(model)
+        turned.append("rope_original_context")
+    if turned:
+        sentences.append(f"positions turn by {', '.join(f'{key}={getattr(config, key)}' for key in turned)} from here on, not by "
+                         f"{', '.join(str(getattr(model, key)) for key in turned)} as {where} has it: it takes some training to get used to")
     for key in ARCHITECTURE:
         asked, found = getattr(config, key), getattr(model, key)
+        if key in turned:
+            continue
         if key == "block_size" and key in config.given and (asked < found or model.pos == "rope"):
             if asked > found:
                 sentences.append(f"block_size={asked} is longer than the {found} tokens that {where} was trained on: it has yet to learn the positions beyond")
@@ -132,6 +141,13 @@ def take_architecture(config, model, where):
     if wrong:
         raise UserError(*wrong)
     return sentences
+
+
+def original_context(model):
+    """Tokens that a ModelConfig with rope was trained on before any scaling."""
+    if model.rope_scaling is None:
+        return model.block_size
+    return round(model.block_size / model.rope_scaling) if model.rope_scaling_type == "linear" else model.rope_original_context
 
 
 def tell_other_run(config, resumed, say):

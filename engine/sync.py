@@ -9,29 +9,29 @@ leaves, so that a subtree is summed where it lies and ranks exchange only subtre
 
 import contextlib
 import hashlib
-import time
 
 import torch
 import torch.distributed as dist
 
+from engine.communication import about, mark, seconds_between, waited
 from engine.context_parallel import ContextParallel
 from engine.errors import Recoverable
 from engine.tensor_parallel import parallelize
 
 
-def local(t):
+def local(t: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that lies on this rank, sharing its memory: all of it, but for a DTensor's shard of rows."""
     return t.detach().to_local() if hasattr(t, "to_local") else t
 
 
-def shard_of(t, dim="dp_shard"):
+def shard_of(t: torch.Tensor, dim: str = "dp_shard") -> tuple:
     """(shards, this rank's index among them, process group) of a parameter over a dimension of the mesh; (1, 0, None) where it is whole."""
     if not hasattr(t, "to_local") or dim not in t.device_mesh.mesh_dim_names:
         return 1, 0, None
     return t.device_mesh.size(t.device_mesh.mesh_dim_names.index(dim)), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
 
 
-def tensor_dim(t):
+def tensor_dim(t: torch.Tensor) -> int | None:
     """The dimension in which tensor parallelism cuts a parameter, None where each rank of it has the whole."""
     if not hasattr(t, "to_local") or "tp" not in t.device_mesh.mesh_dim_names:
         return None
@@ -39,12 +39,12 @@ def tensor_dim(t):
     return placement.dim if placement.is_shard() else None
 
 
-def shard_rows(rows, shards):
+def shard_rows(rows: int, shards: int) -> int:
     """Rows of a parameter in each shard but the last ones, which may have fewer: FSDP2 cuts dimension 0 as torch.chunk does."""
     return -(-rows // shards)
 
 
-def ranges(t):
+def ranges(t: torch.Tensor) -> list[tuple[int, int]]:
     """[(first, behind the last)] in each dimension of a parameter, of what this rank holds: tensor parallelism's part in even cuts, and of
     that FSDP's shard of rows."""
     found = [(0, n) for n in t.shape]
@@ -59,22 +59,23 @@ def ranges(t):
     return found
 
 
-def row_range(t):
+def row_range(t: torch.Tensor) -> tuple[int, int]:
     """(first, behind the last) row of a parameter that this rank holds."""
     return ranges(t)[0]
 
 
-def whole_rows(part, p):
+def whole_rows(part: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """(..., this rank's rows, columns) of a stack of matrices sharded as p -> (..., all rows, columns), on every rank."""
     shards, _, group = shard_of(p)
     if shards == 1:
         return part
     each = shard_rows(p.size(0), shards)
     padded = torch.nn.functional.pad(part, (0, 0, 0, each - part.size(-2)))
-    return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
+    with about("Muon's matrices"):
+        return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
 
 
-def own_rows(whole, p):
+def own_rows(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The part of (..., all rows, columns) that this rank holds of p."""
     first, behind = row_range(p)
     return whole[..., first:behind, :]
@@ -87,7 +88,7 @@ class TreeSum:
     def __init__(self):
         self.levels = []
 
-    def add(self, value):
+    def add(self, value: list[torch.Tensor]) -> None:
         for k, older in enumerate(self.levels):
             if older is None:
                 self.levels[k] = value
@@ -96,7 +97,7 @@ class TreeSum:
             value, self.levels[k] = older, None
         self.levels.append(value)
 
-    def total(self):
+    def total(self) -> list[torch.Tensor] | None:
         """The sum of all that came; what is left over at the end is added from the smallest subtree up."""
         total = None
         for value in self.levels:
@@ -107,7 +108,7 @@ class TreeSum:
         return total
 
 
-def tree_sum(parts):
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     """Sums a list of tensors, one for each rank in order, as TreeSum would; a power of two of them, or TreeSum's order for the rest."""
     tree = TreeSum()
     for part in parts:
@@ -115,12 +116,12 @@ def tree_sum(parts):
     return tree.total()[0]
 
 
-def split_micro_batches(count, ranks, rank, run):
+def split_micro_batches(count: int, ranks: int, rank: int, run: int) -> list[int]:
     """Which of an update's `count` micro-batches a rank takes, in order: runs of `run` neighbours, dealt round."""
     return [start + i for start in range(rank * run, count, ranks * run) for i in range(run)]
 
 
-def power_of_two_in(n):
+def power_of_two_in(n: int) -> int:
     """The largest power of two that divides n."""
     return n & -n
 
@@ -131,7 +132,7 @@ class Sync:
     `model` is called in the loop; `plain` is the module whose parameters, or whose adapters, are trained.
     """
 
-    def __init__(self, plain, place, config):
+    def __init__(self, plain: torch.nn.Module, place, config):
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
@@ -146,6 +147,9 @@ class Sync:
         self.own = OwnWork(plain, place, waits=self.layout == "fsdp" and not config.compile)
         if place.cp > 1:
             plain.context = ContextParallel(place.context_group, self.own.waiting_apart)
+        if place.tp > 1:
+            plain.tensor.wait_apart(self.own.waiting_apart, dtensor=not config.compile)
+        self.last_bucket = None  # DDP: when the last bucket of gradients was sent
         if self.layout == "ddp" and not self.deterministic:
             self.wrap_ddp()
 
@@ -159,13 +163,14 @@ class Sync:
         self.model = DistributedDataParallel(self.plain, device_ids=devices, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
         def sum_hook(group, bucket):
+            self.last_bucket = mark(self.own.cuda)
             return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
         self.model.register_comm_hook(None, sum_hook)
 
     # ---- one update
 
-    def micro_step(self, i):
+    def micro_step(self, i: int) -> contextlib.AbstractContextManager:
         """The context of this rank's i-th forward and backward of an update: gradients meet in the last one only."""
         if i == 0:
             self.own.start_update()
@@ -175,9 +180,12 @@ class Sync:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
-    def after_backward(self, i):
+    def after_backward(self, i: int) -> None:
         """Deterministic: moves the micro-batch's gradients from the parameters into the tree."""
         self.own.start_piece()
+        if self.last_bucket is not None:  # all that was left to do was to wait for the buckets
+            waited(self.last_bucket, self.own.started)
+            self.last_bucket = None
         if not self.deterministic:
             return
         gradients = [local(p.grad) for p in self.trained]
@@ -188,7 +196,7 @@ class Sync:
             subtree = self.inner.total()
             self.outer.add(exchange(subtree) if self.layout == "ddp" and self.ranks > 1 else subtree)
 
-    def finish_gradients(self):
+    def finish_gradients(self) -> None:
         """Deterministic: the tree's total becomes the parameters' gradients."""
         if not self.deterministic:
             return
@@ -199,7 +207,8 @@ class Sync:
 
     # ---- sums over all ranks
 
-    def sum_losses(self, losses):
+    @about("losses and norms")
+    def sum_losses(self, losses: list[torch.Tensor]) -> tuple[float, list[float]]:
         """(The sum of all micro-batches' losses over all ranks, each rank's seconds of own work); `losses` are this rank's, in the order
         of `mine`. One small all-gather, in tree order."""
         if self.ranks == 1:
@@ -213,7 +222,7 @@ class Sync:
         return tree_sum(list(ordered)).item(), gathered[:, -1].tolist()
 
     @torch.no_grad()
-    def all_finite(self, tensors):
+    def all_finite(self, tensors: list[torch.Tensor]) -> bool:
         """Whether every number in every rank's list of tensors is finite, on every rank."""
         tensors = [t for t in tensors if t.numel()]
         # the 2-norm takes 1/20 of the time of isfinite() on a CPU; it overflows for numbers that are finite, above 1e19
@@ -222,7 +231,8 @@ class Sync:
         return bool(all_gather(torch.tensor(float(finite), device=self.place.device)).all()) if self.ranks > 1 else finite
 
     @torch.no_grad()
-    def gradient_norm(self):
+    @about("losses and norms")
+    def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, the same on every rank and, when deterministic, for every layout."""
         gradients = [local(p.grad) for p in self.counted]
         if not self.deterministic:
@@ -242,7 +252,7 @@ class Sync:
             squares = tree_sum(list(all_gather(squares, self.place.tensor_group)))
         return squares.sqrt().float()
 
-    def check_replicas(self):
+    def check_replicas(self) -> None:
         """Recoverable that names the ranks whose parameters are not those of most: replicas are bit-equal or something is broken."""
         if self.place.ranks == self.place.parts:
             return  # no two ranks hold the same
@@ -278,51 +288,45 @@ class OwnWork:
             module.register_forward_pre_hook(self.before_waiting, prepend=True)
             module.register_forward_pre_hook(self.after_waiting)
 
-    def mark(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def start_update(self):
         self.pieces = []
         self.start_piece()
 
     def start_piece(self):
-        self.started = self.mark()
+        self.started = mark(self.cuda)
 
     def note(self, start, end, sign=1):
         if start is not None and torch.is_grad_enabled():
             self.pieces.append((sign, start, end))
 
     def before_waiting(self, *_):
-        self.waiting = self.mark()
+        self.waiting = mark(self.cuda)
 
     def after_waiting(self, *_):
-        self.note(self.waiting, self.mark(), sign=-1)
+        self.note(self.waiting, mark(self.cuda), sign=-1)
 
     def after_forward(self, *_):
-        self.note(self.started, self.mark())
+        self.note(self.started, mark(self.cuda))
         self.started = None
 
     @contextlib.contextmanager
     def waiting_apart(self):
         """Around a wait for other ranks inside an operation; one of the backward does not count."""
-        start = self.mark()
+        start = mark(self.cuda)
         yield
         if self.started is not None:
-            self.pieces.append((-1, start, self.mark()))
+            self.pieces.append((-1, start, mark(self.cuda)))
 
-    def seconds(self):
+    def seconds(self) -> float:
         """Of the update's pieces so far; on CUDA only once the last of them is over."""
         if self.cuda and self.pieces:
             self.pieces[-1][2].synchronize()
-        return sum(sign * (start.elapsed_time(end) / 1e3 if self.cuda else end - start) for sign, start, end in self.pieces)
+        return sum(sign * seconds_between(start, end) for sign, start, end in self.pieces)
 
 
 @torch.no_grad()
-def exchange(gradients):
+@about("gradients")
+def exchange(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sums lists of tensors over all ranks in tree order, the same result on each: shards change places in one all-to-all (the bytes
     of a reduce-scatter), each rank adds up its shard, and an all-gather brings the sums back."""
     ranks = dist.get_world_size()
@@ -339,20 +343,20 @@ def exchange(gradients):
     return out
 
 
-def all_gather(t, group=None):
+def all_gather(t: torch.Tensor, group=None) -> torch.Tensor:
     """(ranks, *shape of t): every rank's t, in rank order."""
     out = t.new_empty(dist.get_world_size(group) * t.numel())
     dist.all_gather_single(out, t.reshape(-1), group=group)
     return out.view(-1, *t.shape)
 
 
-def of_groups(values, place):
+def of_groups(values: torch.Tensor, place) -> torch.Tensor:
     """(ranks, n) losses of every rank's micro-batches -> (groups, n), those of whole micro-batches: ranks that share sequences have a part
     of each loss, ranks that share layers the same."""
     return tree_sum(list(values.view(place.groups, place.cp, place.tp, -1)[:, :, 0].unbind(1)))
 
 
-def fold(x):
+def fold(x: torch.Tensor) -> torch.Tensor:
     """Sums the last dimension by adding its second half to its first until one is left: only elementwise additions, whose rounding
     depends neither on the number of rows nor on the machine's vector width."""
     while (n := x.size(-1)) > 1:
@@ -361,13 +365,13 @@ def fold(x):
     return x[..., 0] if x.size(-1) else x.new_zeros(x.shape[:-1])
 
 
-def row_squares(g):
+def row_squares(g: torch.Tensor) -> torch.Tensor:
     """Each row's sum of squares in float64, (rows,): a row lies whole on one rank however a matrix is sharded."""
     g = g.double().square()
     return fold(g.flatten(1)) if g.dim() > 1 else g
 
 
-def gather_rows(rows, parameters, group):
+def gather_rows(rows: list[torch.Tensor], parameters: list[torch.Tensor], group) -> list[torch.Tensor]:
     """This rank's row sums of every parameter -> those of whole parameters (tensor parallelism's parts of them), on every rank."""
     ranks = dist.get_world_size(group)
     lengths = [p.size(0) // (shard_of(p, "tp")[0] if tensor_dim(p) == 0 else 1) for p in parameters]
@@ -396,7 +400,7 @@ class TreeReduceScatter:
         output_tensor.copy_(tree_sum(list(received.view(dist.get_world_size(group), -1))))
 
 
-def shard(model, place, config, precision):
+def shard(model: torch.nn.Module, place, config, precision) -> None:
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 
@@ -422,4 +426,4 @@ def shard(model, place, config, precision):
         if config.deterministic:
             module.set_custom_reduce_scatter(TreeReduceScatter())
             if place.replicas > 1:
-                module.set_all_reduce_hook(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group)))))
+                module.set_all_reduce_hook(about("gradients")(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group))))))

@@ -8,13 +8,17 @@ so is the head: a rank has the logits of its part of the vocabulary, and the los
 The cuts are DTensor's plans for the modules of model.py; FSDP then shards what a rank holds (engine/sync.py).
 """
 
+import contextlib
+import functools
+
 import torch
 import torch.distributed as dist
 
+from engine.communication import about
 from engine.errors import UserError
 
 
-def parallelize(model, mesh):
+def parallelize(model: torch.nn.Module, mesh) -> None:
     """Cuts a GPT in place over a mesh of one dimension, by DTensor's plans, for every family: all have the one block of model.py."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
@@ -39,7 +43,7 @@ def parallelize(model, mesh):
     model.tensor = TensorParallel(mesh.get_group())
 
 
-def cut_dim(name):
+def cut_dim(name: str) -> int | None:
     """The dimension in which a parameter of model.py is cut, by its name; None where each rank has the whole. parallelize() does it."""
     module, kind = name.rsplit(".", 2)[-2:]
     if module in ("wte", "wpe", "head", "q", "k", "v", "up", "gate"):
@@ -52,38 +56,57 @@ class TensorParallel:
 
     def __init__(self, group):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.waiting = contextlib.nullcontext
 
-    def even(self, tokens):
+    def wait_apart(self, waiting, dtensor: bool) -> None:
+        """waiting: makes a context that is entered while other ranks are waited for, by DTensor too where that is asked for (not inside compiled
+        blocks, which would be cut at each)."""
+        import torch.distributed._functional_collectives as functional
+
+        self.waiting, plain = waiting, getattr(functional.wait_tensor, "__wrapped__", functional.wait_tensor)  # an earlier run's is replaced
+
+        @functools.wraps(plain)
+        def wait_tensor(tensor):
+            with waiting():
+                return plain(tensor)
+
+        functional.wait_tensor = wait_tensor if dtensor else plain
+
+    def even(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, T) filled up so that T divides by tp: what comes later changes nothing before it."""
         return torch.nn.functional.pad(tokens, (0, -tokens.size(1) % self.size))
 
-    def whole(self, x, T):
+    def whole(self, x: torch.Tensor, T: int) -> torch.Tensor:
         """(B, T / tp, C) of each rank -> (B, T, C) on all. They all do the same with it, so a gradient goes back without a sum."""
         return _Whole.apply(x, self)[:, :T]
 
-    def logits(self, x, weight):
+    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """(B, T, C) on all ranks, and each one's rows (V / tp, C) of the head -> (B, T, V), while no gradient is asked for."""
         part = torch.nn.functional.linear(x, weight)
         return torch.cat(self.gather(part).unbind(), dim=-1)
 
-    def gather(self, t):
+    @about("activations")
+    def gather(self, t: torch.Tensor) -> torch.Tensor:
         """(tp, *shape of t): every rank's."""
         t = t.contiguous()
         out = t.new_empty(self.size, *t.shape)
-        dist.all_gather_single(out.view(-1), t.view(-1), group=self.group)
+        with self.waiting():
+            dist.all_gather_single(out.view(-1), t.view(-1), group=self.group)
         return out
 
-    def add_up(self, t):
+    @about("activations")
+    def add_up(self, t: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place."""
-        dist.all_reduce(t, group=self.group)
+        with self.waiting():
+            dist.all_reduce(t, group=self.group)
         return t
 
-    def log_softmax_(self, logits):
+    def log_softmax_(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's part of the vocabulary (N, V / tp) float32 -> log-probabilities in the whole of it, in place."""
         lse = self.gather(torch.logsumexp(logits, dim=-1)).logsumexp(dim=0)
         return logits.sub_(lse[:, None])
 
-    def hits(self, log_p, here, index):
+    def hits(self, log_p: torch.Tensor, here: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Whether the target is the likeliest of the whole vocabulary, (N,) bool: this rank has it where `here` (N,), at index (N, 1)."""
         own = log_p.gather(1, index)[:, 0].masked_fill(~here, float("-inf"))
         best, target = self.gather(torch.stack((log_p.amax(-1), own))).amax(0)
@@ -101,7 +124,7 @@ class _Whole(torch.autograd.Function):
         return d.narrow(1, ctx.tensor.rank * ctx.tokens, ctx.tokens).contiguous(), None
 
 
-def check_tensor(config, place):
+def check_tensor(config, place) -> None:
     """UserError where the sizes of the model or the settings of a run do not fit tensor parallelism."""
     c, problems = config, []
     hidden = c.mlp_hidden or (64 if c.mlp == "swiglu" else 4 * c.n_embd)  # swiglu's default is a multiple of 64

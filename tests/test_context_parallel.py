@@ -6,9 +6,43 @@ import pytest
 import torch
 
 from conftest import run_script, torchrun
+from engine.context_parallel import flash, flash_backward
 
 ONE = {"single": {}}
 MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)}, 4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_parts_of_a_sequence_keep_its_positions(size):
+    """Of whole rows, and of documents: what the ranks hold together is every token once, each at its own position."""
+    from types import SimpleNamespace
+
+    from engine.attention import Documents
+    from engine.context_parallel import Part
+
+    T, documents = 32, Documents([3, 7, 22, 32, 1, 31], 3)
+    for given, positions in ((None, torch.arange(T)[None]), (documents, documents.positions)):
+        parts = [Part(SimpleNamespace(size=size, rank=rank), T, given) for rank in range(size)]
+        assert torch.cat([part.at for part in parts]).sort().values.tolist() == list(range(T))
+        for part in parts:
+            assert torch.equal(part.positions, positions[:, part.at]), part.at
+            for rows, own, start, first in part.runs:
+                assert part.at[own].tolist() == list(range(first, first + own.stop - own.start)) and start <= first
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("keys, causal", [(24, True), (40, False)])
+def test_a_gpus_kernels_are_called_as_torch_declares_them(keys, causal):
+    """On the meta device, which goes by the operators' own declarations: their arguments and the shapes of what comes back."""
+    q, k = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (24, keys))
+    out, lse = flash(q, k, k, causal)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = flash_backward(out, q, k, k, out, lse, causal)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+    names = [a.name for a in torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema.arguments]
+    assert names == ["grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+                     "philox_seed", "philox_offset", "scale"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -50,6 +50,7 @@ SAYS = {
     "python -m engine.metrics out/one out/shards": "are identical: updates 1 to 40",
     "python train.py configs/llama_8b_hsdp.py --rehearse": "all is well",
     "python train.py --profile=5 --max_iters=20 --out_dir=out/profiled": "the 10 most expensive of",
+    "torchrun --standalone --nproc_per_node=2 train.py --batch_size=4 --cp=2 --comm_report=5 --max_iters=20 --out_dir=out/sent": "keys and values",
     "python train.py configs/gpt2_124m.py --hellaswag=hellaswag_val.jsonl": "HellaSwag",
 }
 

@@ -69,6 +69,8 @@ def test_a_round_trip_is_the_same_bits_and_the_same_logits(name, tmp_path, monke
 OURS = {
     "nanogpt": dict(bias=False), "gpt2": {}, "gpt2_tanh": dict(mlp="gelu_tanh", tie_embeddings=False), "qkv": dict(bias=False, qkv_bias=True),
     "llama": dict(norm="rmsnorm", pos="rope", mlp="swiglu", n_kv_head=1, bias=False, rope_scaling=8.0, rope_original_context=16),
+    "linear": dict(norm="rmsnorm", pos="rope", mlp="swiglu", bias=False, rope_scaling=2.0, rope_scaling_type="linear"),
+    "yarn": dict(norm="rmsnorm", pos="rope", mlp="swiglu", bias=False, rope_scaling=4.0, rope_scaling_type="yarn", rope_original_context=8),
     "odd_heads": dict(norm="rmsnorm", pos="rope", mlp="swiglu", bias=False, n_head=5, head_dim=8),
     "qwen3": dict(norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, head_dim=20, bias=False, o_bias=True, tie_embeddings=False)}
 

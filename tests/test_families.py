@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from conftest import TINY, as_args, records, run_script, torchrun, train
+from conftest import TINY, as_args, records, run_script, several, torchrun, train
 from engine.errors import UserError
 from engine.families import layout, open_weights, read_config, stored_shape
-from model import ModelConfig, generate
+from model import ModelConfig, generate, rope_table
 from sample import load_model
 
 CPU = torch.device("cpu")
@@ -79,6 +79,8 @@ def test_logits_and_greedy_text_equal_those_of_transformers(saved, name):
 def test_each_part_of_a_family_counts(saved):
     """The zoo would notice: a change of any switch moves the logits by more than the tolerance."""
     for name, switch in (("llama3", dict(rope_scaling=None)), ("llama3", dict(rope_high_freq_factor=2.0)), ("qwen2", dict(rope_theta=1e4)),
+                         ("llama_linear", dict(rope_scaling=3.01)), ("llama3", dict(rope_scaling_type="linear")), ("qwen3_yarn", dict(rope_beta_fast=2.0)),
+                         ("qwen3_yarn", dict(rope_attention_factor=None)), ("qwen3_yarn", dict(rope_original_context=40)),
                          ("llama3", dict(norm_eps=1e-3)), ("gpt2_untied", dict(mlp="gelu_tanh"))):
         weights = open_weights(str(saved(name)[1]))
         right = load_model(weights, CPU)(tokens(1, 90))
@@ -87,7 +89,7 @@ def test_each_part_of_a_family_counts(saved):
 
 
 def test_configurations_of_transformers_4_mean_the_same(saved, tmp_path):
-    for name in ("llama3", "qwen2", "smollm2"):
+    for name in ("llama3", "qwen2", "smollm2", "llama_linear", "qwen3_yarn"):
         folder = shutil.copytree(saved(name)[1], tmp_path / name)
         now = open_weights(str(folder)).model_config
         rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
@@ -95,6 +97,29 @@ def test_configurations_of_transformers_4_mean_the_same(saved, tmp_path):
         old = None if kind == "default" else {"type": kind, **rope}
         change(folder, rope_parameters=..., rope_theta=theta, rope_scaling=old, torch_dtype="float32", _name_or_path="x", rope_interleaved=False)
         assert open_weights(str(folder)).model_config == now
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rope", [
+    dict(rope_type="default"), dict(rope_type="linear", factor=4.0), dict(rope_type="linear", factor=2.5),
+    dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=4096),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
+    dict(rope_type="yarn", factor=1.0, original_max_position_embeddings=16384), dict(rope_type="yarn", factor=6.0),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096, beta_fast=20, beta_slow=2.5, truncate=True, attention_factor=None),
+    dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=512, mscale=1.5, mscale_all_dim=0.7),
+    dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=512, mscale=1.5, mscale_all_dim=0.7, attention_factor=1.1),
+    dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=512, mscale=1.5, beta_fast=None),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)], ids=lambda r: f"{r['rope_type']} {r.get('factor', '')}")
+def test_rope_tables_equal_those_of_transformers_at_every_position(rope, tmp_path):
+    """Far beyond the original context: at position 16,000 a last bit of a frequency would be 1e-3."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=160, num_attention_heads=4, num_hidden_layers=1, max_position_embeddings=16384, rope_parameters={"rope_theta": 5e5, **rope})
+    config.save_pretrained(tmp_path)
+    table = rope_table(read_config(str(tmp_path / "config.json"), pytest.fail)[1])
+    expected = torch.stack(LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(16384)[None]))[:, 0]
+    assert table.shape == (2, 16384, 40) and (table - expected).abs().max() < 1e-6
 
 
 LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, pretraining_tp=1,
@@ -159,8 +184,16 @@ def test_only_the_rows_asked_for_are_read(saved):
 @pytest.mark.parametrize("settings, words", [
     (dict(model_type="mixtral", num_local_experts=8), ["model_type='mixtral'", "qwen3"]), (dict(model_type=..., ), ["model_type=None"]),
     (dict(num_experts=8), ["num_experts=8"]), (dict(hidden_act="gelu"), ["hidden_act='gelu'", "silu"]),
-    (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0}), ["yarn", "llama3"]),
-    (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), ["linear"]),
+    (dict(rope_parameters={"rope_type": "dynamic", "factor": 4.0}), ["'dynamic'", "default, llama3, linear, yarn"]),
+    (dict(rope_parameters=None, rope_scaling={"type": "longrope", "short_factor": [1], "long_factor": [2]}), ["'longrope'"]),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "truncate": False}), ["yarn with truncate=false"]),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": None}), ["rope_scaling of None", "number above 0"]),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 0.5}), ["rope_scaling=0.5 with rope_scaling_type=yarn", "at least 1"]),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0}), ["rope_beta_fast=1.0: expected a number above rope_beta_slow=1.0"]),
+    (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "mscale": "1", "mscale_all_dim": 1}), ["mscale='1'"]),
+    (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fast": 32}), ["beta_fast", "linear does not have"]),
+    (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": "2"}), ["rope_scaling of '2'"]),
+    (dict(rms_norm_eps=10**400), ["rms_norm_eps=1000"]),
     (dict(rope_parameters={"rope_type": "default", "mrope_section": [16, 24, 24]}), ["mrope_section"]),
     (dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}), ["rope_low_freq_factor", "number above 0"]),
     (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), ["full_attention"]),
@@ -318,6 +351,26 @@ def test_positions_are_cropped_and_only_rope_has_more(saved, data, tmp_path):
     assert open_weights(str(tmp_path / "c")).model_config.block_size == 256
 
 
+def test_a_branch_goes_on_at_a_longer_context_by_what_a_user_types(data, tmp_path):
+    """Rope trained at 16 tokens goes on at 64; the same command goes on from there; learned positions have no more."""
+    longer = dict(block_size=64, init_from=tmp_path / "short", rope_scaling=4)
+    yarn = (tmp_path / "yarn", data, {**longer, "rope_scaling_type": "yarn", "max_iters": 1})
+    said = several(1, [
+        (tmp_path / "short", data, dict(pos="rope", norm="rmsnorm", head_dim=16, max_iters=3)), (tmp_path / "learned", data, dict(max_iters=1)),
+        yarn, (tmp_path / "linear", data, {**longer, "rope_scaling_type": "linear", "max_iters": 0}), (tmp_path / "llama3", data, {**longer, "max_iters": 0}),
+        (*yarn[:2], {**yarn[2], "max_iters": 2}),
+        (tmp_path / "again", data, dict(block_size=80, total_batch_size=160, init_from=tmp_path / "yarn", rope_scaling=5, max_iters=0))]).out
+    for name, kind, length, factor in (("yarn", "yarn", 64, 4), ("linear", "linear", 64, 4), ("llama3", "llama3", 64, 4), ("again", "yarn", 80, 5)):
+        c = open_weights(str(tmp_path / name)).model_config
+        assert (c.rope_scaling_type, c.block_size, c.rope_scaling, c.rope_original_context) == (kind, length, factor, 16), "it is known what it was before any scaling"
+    assert [r["step"] for r in records(tmp_path / "yarn")] == [1, 2]
+    assert "rope_scaling=4.0, rope_scaling_type=yarn, rope_original_context=16 from here on, not by None, llama3, 8192 as " in said
+    refused = train(tmp_path / "yarn", data, **{**yarn[2], "rope_scaling": 8, "max_iters": 3}, expect=2)
+    assert len(refused.errors) == 1 and "rope_scaling is 4.0 in" in refused.errors[0]
+    refused = train(tmp_path / "no", data, **{**longer, "init_from": tmp_path / "learned"}, expect=2)
+    assert len(refused.errors) == 2 and "positions are learned" in refused.errors[0] and "rope_scaling is None in" in refused.errors[1]
+
+
 def test_a_larger_vocabulary_is_refused_unless_asked_for(saved, data, tmp_path):
     gpt2 = saved("gpt2")[1]
     result = tune(tmp_path / "a", data, gpt2, max_iters=0, vocab_size=400)
@@ -332,8 +385,10 @@ def test_a_larger_vocabulary_is_refused_unless_asked_for(saved, data, tmp_path):
 def test_checkpoints_without_the_new_switches_load_and_go_on(data, tmp_path):
     from engine import checkpoint as ckpt
 
-    new = ("qkv_bias", "o_bias", "rope_scaling", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_context", "resize_vocab")
-    train(tmp_path / "run", data, max_iters=2, bias=True)
+    from engine.config import ROPE
+
+    new = ("qkv_bias", "o_bias", *ROPE[1:], "resize_vocab")
+    train(tmp_path / "run", data, max_iters=2, bias=True, pos="rope")
     path = tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
@@ -341,9 +396,9 @@ def test_checkpoints_without_the_new_switches_load_and_go_on(data, tmp_path):
         manifest[part] = {k: v for k, v in manifest[part].items() if k not in new}
     path.write_text(json.dumps({**manifest, "sha256": ckpt.json_checksum(manifest)}))
     assert open_weights(str(tmp_path / "run")).model_config.qkv_bias is True
-    result = train(tmp_path / "run", data, max_iters=3, bias=True, rope_scaling=8.0, expect=2)
+    result = train(tmp_path / "run", data, max_iters=3, bias=True, pos="rope", rope_scaling=8.0, expect=2)
     assert len(result.errors) == 1 and "rope_scaling is None" in result.errors[0]
-    train(tmp_path / "run", data, max_iters=3, bias=True)
+    train(tmp_path / "run", data, max_iters=3, bias=True, pos="rope")
     assert len(records(tmp_path / "run")) == 3
 
 

@@ -148,6 +148,9 @@ def test_a_mesh_that_does_not_divide_the_processes_is_one_sentence_with_what_wor
     (dict(tp=8, n_head=24, n_kv_head=24, n_embd=48, mlp_hidden=100, block_size=16), ["mlp_hidden=100", "tp=1 or 2 or 4"]),
     (dict(tp=2, parallel="ddp"), ["parallel=fsdp or auto"]), (dict(tp=2, optimizer="muon"), ["optimizer=adamw would work"]),
     (dict(tp=2, lora_rank=4, init_from="scratch"), ["lora_rank=4 with tp=2", "tp=1 would work"]),
+    (dict(tp=3, ranks=9, n_head=6, n_kv_head=3, n_embd=48, mlp_hidden=129, block_size=18, total_batch_size=9 * 36), ["padded vocabulary", "tp=1 would work"]),
+    (dict(cp=2, device="cuda", dtype="bfloat16", n_embd=48), ["head_dim=12 with cp=2", "head_dim=8 or 16 would work"]),
+    (dict(cp=2, device="cuda", dtype="bfloat16", head_dim=260), ["head_dim=260", "head_dim=256 would work"]),
     (dict(cp=2, tp=2, dp_replicate=4), ["dp_replicate=4 * cp=2 * tp=2 does not divide 8 processes", "dp_replicate=1 or 2", "16 processes"]),
     (dict(cp=8, block_size=16, total_batch_size=3 * 32), []), (dict(cp=2, total_batch_size=3 * 40), ["4 groups of cp * tp = 2 * 1 processes", "1, 3 would work"])])
 def test_what_does_not_fit_a_mesh_is_one_sentence_with_what_works(settings, words):
@@ -157,9 +160,10 @@ def test_what_does_not_fit_a_mesh_is_one_sentence_with_what_works(settings, word
     from engine.plan import plan
 
     settings = {**BASE, "block_size": 20, "total_batch_size": 8 * 40, "dtype": "float32", "vocab_size": 257, "device": "cpu", **settings}
+    ranks = settings.pop("ranks", 8)
     if not words:
-        assert plan(Config(out_dir="x", **settings), 8)
+        assert plan(Config(out_dir="x", **settings), ranks)
         return
     with pytest.raises(UserError) as error:
-        plan(Config(out_dir="x", **settings), 8)
+        plan(Config(out_dir="x", **settings), ranks)
     assert len(error.value.sentences) == 1 and all(word in error.value.sentences[0] for word in words), error.value.sentences

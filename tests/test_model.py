@@ -193,7 +193,10 @@ def test_gpt2_has_as_many_parameters_as_gpt2():
     (dict(n_embd=50), "n_embd=50 does not divide by n_head=4: n_head of 1, 2 or 5 would work"),
     (dict(n_kv_head=3), "1, 2 or 4 would work"), (dict(mlp="gleu"), "gelu, gelu_tanh, swiglu, relu2"),
     (dict(pos="rope", head_dim=7), "even head_dim"), (dict(dropout=1.0), "dropout=1.0"), (dict(n_layer=0), "n_layer=0"),
-    (dict(n_head=0), "n_head=0")])
+    (dict(n_head=0), "n_head=0"), (dict(rope_scaling=4.0), "pos=rope would work"),
+    (dict(pos="rope", rope_scaling=0.5, rope_scaling_type="linear"), "at least 1"), (dict(pos="rope", rope_scaling_type="yarn"), "rope_scaling=4 would work"),
+    (dict(pos="rope", rope_scaling=2.0, rope_scaling_type="ntk"), "llama3, linear, yarn"), (dict(pos="rope", rope_beta_slow=64.0), "rope_beta_slow=64.0"),
+    (dict(pos="rope", rope_theta=1.0, rope_scaling=2.0, rope_scaling_type="yarn"), "above 1"), (dict(rope_attention_factor=0.0), "rope_attention_factor=0.0")])
 def test_what_cannot_be_built_is_said_with_what_would_work(wrong, words):
     problems = ModelConfig(**{"block_size": 32, "vocab_size": 257, "n_layer": 3, "n_head": 4, "n_embd": 48, **wrong}).problems()
     assert words in problems[0]

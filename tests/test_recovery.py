@@ -317,10 +317,11 @@ def test_a_state_that_broke_before_the_first_checkpoint_starts_again_from_the_fi
 
 @pytest.mark.parametrize("fault, layout, named", [
     (READS_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
-    (READS_SLOWLY, dict(cp=2), True), ("", dict(parallel="ddp"), False)])
+    (READS_SLOWLY, dict(cp=2), True), (COMPUTES_SLOWLY.replace("0.02", "0.05"), dict(ranks=2, tp=2, n_head=4, total_batch_size=32), True), ("", dict(parallel="ddp"), False)])
 def test_a_slow_rank_is_named(fault, layout, named, data, tmp_path):
     (tmp_path / "slow.py").write_text(fault)
-    process = start(4, tmp_path / "run", data, tmp_path / "slow.py", max_iters=30, total_batch_size=8 * 32, **layout)
+    settings = {"ranks": 4, "max_iters": 30, "total_batch_size": 8 * 32, **layout}
+    process = start(settings.pop("ranks"), tmp_path / "run", data, tmp_path / "slow.py", **settings)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 0, out
     found = [r for r in records(tmp_path / "run", "event") if r["event"] == "slow_rank"]
