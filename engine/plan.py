@@ -22,7 +22,7 @@ from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
 from engine.resume import take_architecture
-from engine.sync import power_of_two_in, shard_rows
+from engine.sync import deal, power_of_two_in, shard_rows
 from engine.tensor_parallel import cut_dim
 from model import GPT, LOSS_CHUNK
 
@@ -245,9 +245,10 @@ def sent_bytes(c, place, linears, root, element, norms):
 
     DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
-    shard of their sum over the replicas once an update, Muon gathers its matrices once. Context parallelism gathers keys and values and
-    scatters their gradients, tensor parallelism moves the residual stream, in float32. Losses, norms and evaluation are left out: some
-    bytes, or rare. norms: those in the blocks. Only what is trained has gradients.
+    shard of their sum over the replicas once an update. Muon, once an update: shards to their matrix's owner and back, or under DDP what
+    the owners made to all (sync.Owners). Context parallelism gathers keys and values and scatters their gradients, tensor parallelism
+    moves the residual stream, in float32. Losses, norms and evaluation are left out: some bytes, or rare. norms: those in the blocks.
+    Only what is trained has gradients.
     """
     def ring(n):
         return (n - 1) / n
@@ -274,6 +275,8 @@ def sent_bytes(c, place, linears, root, element, norms):
         buffer = 4 * sum(math.prod(p.shape) for p in with_gradients((*linears, *root)))
         if place.ranks == 1:
             return {}
+        if c.optimizer == "muon":
+            shared["all-gather of Muon's updates"] = muon_bytes(linears, place.ranks, 1)
         if c.deterministic:  # sync.exchange, once for each subtree
             run = power_of_two_in(each) if place.cp == 1 else 1
             times = each // run * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
@@ -282,8 +285,8 @@ def sent_bytes(c, place, linears, root, element, norms):
     blocks, whole = padded(linears, n), padded(root, n)
     gathered = element * blocks * (2 if c.reshard_after_forward else 1) + 4 * whole
     scattered = 4 * padded(with_gradients((*linears, *root)), n)
-    if c.optimizer == "muon":  # gathers whole matrices once, in float32
-        gathered += 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n) / each
+    if c.optimizer == "muon":
+        shared["all-to-all of Muon's matrices"] = 2 * muon_bytes(linears, n, n)
     sent = {"all-gather": round(each * ring(n) * gathered)}
     sent["all-to-all" if c.deterministic else "reduce-scatter"] = round(each * ring(n) * scattered)
     if (r := place.replicas) > 1 and c.deterministic:
@@ -291,6 +294,12 @@ def sent_bytes(c, place, linears, root, element, norms):
     elif r > 1:
         sent["all-reduce"] = round(2 * ring(r) * scattered / n)
     return {kind: b for kind, b in {**sent, **shared}.items() if b}
+
+
+def muon_bytes(linears, ranks, shards):
+    """Bytes that a rank sends when the ranks exchange matrices of sync.Owners once, in float32."""
+    shapes = [p.shape for p in with_gradients(linears) if len(p.shape) == 2]
+    return round(4 * (ranks - 1) * deal(shapes, ranks, shards)[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- showing it
