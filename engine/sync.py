@@ -98,7 +98,7 @@ class Owners:
         for i in mine:
             rows, columns = self.shapes[i]
             here = received[:, at:at + each[i] * columns]
-            here.copy_(filled(work(here.reshape(-1, columns)[:rows]), self.ranks * each[i]).view(self.ranks, -1))
+            here.copy_(filled(work(here.reshape(-1, columns)[:rows]), self.ranks * each[i]).reshape(self.ranks, -1))
             at += each[i] * columns
         dist.all_to_all_single(sent, received, group=self.group)
         return [whole[:len(part)].to(part.device) for whole, part in zip(self.rows_of(sent, each), parts)]

@@ -327,7 +327,7 @@ def owners(folder):
     optim.orthogonalize = noted
     layouts = {"ddp": {}, "fsdp": dict(parallel="fsdp"), "hsdp": dict(parallel="fsdp", dp_replicate=2)} if "RANK" in os.environ else {"single": {}}
     for name, layout in layouts.items():
-        c = config(**layout, optimizer="muon", batch_size=1, block_size=16, total_batch_size=8 * 16)
+        c = config(**layout, optimizer="muon", deterministic=True, batch_size=1, block_size=16, total_batch_size=8 * 16)
         place, precision = joined(c) if place is None else joined_again(place, c, name)
         model = build(place, c, precision, ModelConfig(block_size=16, vocab_size=97, n_layer=2, n_head=3, n_embd=45, mlp_hidden=131, mlp="swiglu", bias=False))
         optimizer = make_optimizer(model.named_parameters(), c)
