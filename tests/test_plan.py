@@ -21,6 +21,7 @@ from model import GPT
 RUNGS = {
     "quickstart": (1, "single", "T4", 1, (1, 1, 1, 1)),
     "shakespeare_char": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "shakespeare_char_cpu": (1, "single", "T4", 1, (1, 1, 1, 1)),
     "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "gpt2_124m_muon": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
