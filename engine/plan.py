@@ -23,7 +23,7 @@ from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
 from engine.resume import take_architecture
-from engine.sync import power_of_two_in, shard_rows
+from engine.sync import deal, power_of_two_in, shard_rows
 from engine.tensor_parallel import cut_dim
 from model import GPT, LOSS_CHUNK
 
@@ -268,9 +268,10 @@ def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
 
     DDP all-reduces float32 gradients once an update. FSDP, each micro-batch: blocks gathered for the forward and, resharded, for the
     backward, in the computing type; the root once, in float32; all gradients reduce-scattered in float32. HSDP all-reduces a rank's
-    shard of their sum over the replicas once an update, Muon gathers its matrices once. Context parallelism gathers keys and values and
-    scatters their gradients, tensor parallelism moves the residual stream, in float32. Losses, norms and evaluation are left out: some
-    bytes, or rare. norms: those in the blocks. Only what is trained has gradients.
+    shard of their sum over the replicas once an update. Muon, once an update: shards to their matrix's owner and back, or under DDP what
+    the owners made to all (sync.Owners). Context parallelism gathers keys and values and scatters their gradients, tensor parallelism
+    moves the residual stream, in float32. Losses, norms and evaluation are left out: some bytes, or rare. norms: those in the blocks.
+    Only what is trained has gradients.
     """
     def ring(n):
         return (n - 1) / n
@@ -294,6 +295,8 @@ def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
         sent["all-reduce of gradients"] += each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))
     if place.layout != "fsdp" and place.ranks > 1:
         buffer = 4 * sum(math.prod(p.shape) for p in with_gradients((*linears, *root)))
+        if c.optimizer == "muon":
+            sent["all-gather of Muon's matrices"] += muon_bytes(linears, place.ranks, 1)
         if c.deterministic:  # sync.exchange, once for each subtree
             run = power_of_two_in(each) if place.cp == 1 else 1
             times = each // run * ring(place.ranks) * (buffer + -buffer // 4 % place.ranks * 4)
@@ -307,13 +310,19 @@ def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
         scattered = 4 * padded(with_gradients((*linears, *root)), n)
         sent["all-gather of parameters"] += each * ring(n) * gathered
         sent["all-to-all of gradients" if c.deterministic else "reduce-scatter of gradients"] += each * ring(n) * scattered
-        if c.optimizer == "muon":  # gathers whole matrices once, in float32
-            sent["all-gather of Muon's matrices"] += ring(n) * 4 * padded([p for p in with_gradients(linears) if len(p.shape) == 2], n)
+        if c.optimizer == "muon":
+            sent["all-to-all of Muon's matrices"] += 2 * muon_bytes(linears, n, n)
         if (r := place.replicas) > 1 and c.deterministic:
             sent["all-gather of gradients"] += each * (r - 1) * scattered / n
         elif r > 1:
             sent["all-reduce of gradients"] += 2 * ring(r) * scattered / n
     return {kind: round(b) for kind, b in sent.items() if b}
+
+
+def muon_bytes(linears, ranks, shards):
+    """Bytes that a rank sends when the ranks exchange matrices of sync.Owners once, in float32."""
+    shapes = [p.shape for p in with_gradients(linears) if len(p.shape) == 2]
+    return round(4 * (ranks - 1) * deal(shapes, ranks, shards)[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- showing it

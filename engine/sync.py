@@ -64,21 +64,80 @@ def row_range(t: torch.Tensor) -> tuple[int, int]:
     return ranges(t)[0]
 
 
-def whole_rows(part: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """(..., this rank's rows, columns) of a stack of matrices sharded as p -> (..., all rows, columns), on every rank."""
-    shards, _, group = shard_of(p)
-    if shards == 1:
-        return part
-    each = shard_rows(p.size(0), shards)
-    padded = torch.nn.functional.pad(part, (0, 0, 0, each - part.size(-2)))
-    with about("Muon's matrices"):
-        return torch.cat(list(all_gather(padded, group)), dim=-2)[..., :p.size(0), :]
+class Owners:
+    """Ranks that hold parts or copies of some matrices share work that needs each matrix whole: one rank of the group does it, once.
+
+    parameters: (rows, columns) each, all held alike. FSDP: shards of rows meet at the matrix's owner and what it makes of them goes back,
+    in two all-to-alls, within a replica. DDP: every rank has all of them already, and an all-gather brings what the owners made. What
+    travels is filled up to what the rank with most to do has, so that all send alike.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]):
+        self.sharded = hasattr(parameters[0], "to_local")
+        self.ranks, self.rank, self.group = shard_of(parameters[0])
+        if not self.sharded and dist.is_initialized():
+            self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        # offloaded shards travel and are worked on where the layers run
+        self.device = parameters[0].device_mesh.device_type if self.sharded else parameters[0].device
+        self.shapes = [tuple(p.shape) for p in parameters]
+        self.dealt, self.length = deal(self.shapes, self.ranks, self.ranks if self.sharded else 1)
+
+    def work_on_whole(self, parts: list[torch.Tensor], work) -> list[torch.Tensor]:
+        """This rank's rows of each matrix -> its rows of work(matrix), (rows, columns) float32 of the same shape."""
+        if self.ranks == 1:
+            return [work(part) for part in parts]
+        mine = self.dealt[self.rank]
+        if not self.sharded:
+            done = self.joined([work(parts[i]) for i in mine])
+            with about("Muon's matrices"):
+                done = all_gather(done)
+            return self.rows_of(done, [rows for rows, _ in self.shapes])
+        each = [shard_rows(rows, self.ranks) for rows, _ in self.shapes]  # of the padded shards, the same on all ranks
+        sent = torch.stack([self.joined([filled(parts[i], each[i]) for i in owned]) for owned in self.dealt])  # (owners, length)
+        received = torch.empty_like(sent)
+        with about("Muon's matrices"):
+            dist.all_to_all_single(received, sent, group=self.group)  # (ranks, length): every rank's rows of mine
+        at = 0
+        for i in mine:
+            rows, columns = self.shapes[i]
+            here = received[:, at:at + each[i] * columns]
+            here.copy_(filled(work(here.reshape(-1, columns)[:rows]), self.ranks * each[i]).reshape(self.ranks, -1))
+            at += each[i] * columns
+        with about("Muon's matrices"):
+            dist.all_to_all_single(sent, received, group=self.group)
+        return [whole[:len(part)].to(part.device) for whole, part in zip(self.rows_of(sent, each), parts)]
+
+    def joined(self, matrices):
+        """(length,): matrices one after the other."""
+        flat = torch.cat([m.to(self.device, torch.float32).reshape(-1) for m in matrices] or [torch.empty(0, device=self.device)])
+        return torch.nn.functional.pad(flat, (0, self.length - len(flat)))
+
+    def rows_of(self, gathered, each):
+        """(owners, length) -> [(each, columns)] of every matrix, in order."""
+        out = [None] * len(self.shapes)
+        for owned, flat in zip(self.dealt, gathered):
+            at = 0
+            for i in owned:
+                columns = self.shapes[i][1]
+                out[i] = flat[at:at + each[i] * columns].view(-1, columns)
+                at += each[i] * columns
+        return out
 
 
-def own_rows(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """The part of (..., all rows, columns) that this rank holds of p."""
-    first, behind = row_range(p)
-    return whole[..., first:behind, :]
+def deal(shapes: list[tuple[int, int]], ranks: int, shards: int) -> tuple[list[list[int]], int]:
+    """([indices of the matrices that each rank owns], elements of a shard of the most that one owns): the costliest first, each to the
+    rank that has least to do. The cost is that of optim.orthogonalize: some products with the short side twice."""
+    work, dealt = [0] * ranks, [[] for _ in range(ranks)]
+    for i in sorted(range(len(shapes)), key=lambda i: -min(shapes[i]) ** 2 * max(shapes[i])):
+        rank = min(range(ranks), key=lambda r: work[r])
+        dealt[rank].append(i)
+        work[rank] += min(shapes[i]) ** 2 * max(shapes[i])
+    return dealt, max(sum(shard_rows(shapes[i][0], shards) * shapes[i][1] for i in owned) for owned in dealt)
+
+
+def filled(t, rows):
+    """t (n, columns) with rows of zeros behind, up to `rows`."""
+    return torch.nn.functional.pad(t, (0, 0, 0, rows - t.size(0)))
 
 
 class TreeSum:

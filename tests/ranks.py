@@ -1,6 +1,7 @@
 """What a group of processes is asked in the tests below it: `torchrun ... tests/ranks.py QUESTION FOLDER`; each rank writes an answer."""
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -11,8 +12,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 
+from data.order import derive_seed
 from engine import checkpoint as ckpt
-from engine import processes
+from engine import optim, processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
 from engine.sync import Sync, local, row_range, shard
@@ -311,6 +313,33 @@ def context_memory(folder):
         norm = sync.gradient_norm().item()
     with open(os.path.join(folder, f"context-{place.rank}.json"), "w") as f:
         json.dump({"part": part, "whole": whole, "peak": peak(), "loss": total, "norm": norm}, f)
+
+
+def owners(folder):
+    """Which matrices this rank makes orthogonal in two steps of Muon on made-up gradients, as hashes, and the parameters after them, under
+    DDP, FSDP and HSDP, or alone; rows that do not divide by the shards."""
+    place, orthogonalize, seen = None, optim.orthogonalize, []
+
+    def noted(g):
+        seen.append(hashlib.sha256(g.contiguous().numpy().tobytes()).hexdigest())
+        return orthogonalize(g)
+
+    optim.orthogonalize = noted
+    layouts = {"ddp": {}, "fsdp": dict(parallel="fsdp"), "hsdp": dict(parallel="fsdp", dp_replicate=2)} if "RANK" in os.environ else {"single": {}}
+    for name, layout in layouts.items():
+        c = config(**layout, optimizer="muon", deterministic=True, batch_size=1, block_size=16, total_batch_size=8 * 16)
+        place, precision = joined(c) if place is None else joined_again(place, c, name)
+        model = build(place, c, precision, ModelConfig(block_size=16, vocab_size=97, n_layer=2, n_head=3, n_embd=45, mlp_hidden=131, mlp="swiglu", bias=False))
+        optimizer = make_optimizer(model.named_parameters(), c)
+        seen.clear()
+        for step in range(2):
+            for n, p in model.named_parameters():
+                whole = torch.empty(p.shape).normal_(generator=torch.Generator().manual_seed(derive_seed(n, step)))
+                p.grad = whole if name in ("single", "ddp") else type(p).from_local(
+                    whole[slice(*row_range(p))].contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            optimizer.step(c.learning_rate, torch.tensor(2.0))
+        parameters = {n: p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for n, p in model.named_parameters()}
+        torch.save({"seen": list(seen), "parameters": parameters}, os.path.join(folder, f"owners-{name}-{place.rank}.pt"))
 
 
 @contextlib.contextmanager

@@ -119,6 +119,22 @@ def test_another_order_of_one_addition_is_other_bits(data, tmp_path):
     assert curve(tmp_path / "one") != curve(tmp_path / "ddp")
 
 
+def test_each_matrix_of_muon_is_made_orthogonal_on_one_rank_of_the_group_and_all_get_the_same_bits(tmp_path):
+    assert run_script("tests/ranks.py", "owners", tmp_path).code == 0
+    result = torchrun(4, "tests/ranks.py", "owners", tmp_path)
+    assert result.code == 0, result.err[-3000:]
+    read = lambda layout, rank: torch.load(tmp_path / f"owners-{layout}-{rank}.pt", weights_only=True)
+    one = read("single", 0)
+    assert len(one["seen"]) == len(set(one["seen"])) == 2 * 14, "two steps, two blocks, seven matrices each"
+    for layout, groups in {"ddp": [range(4)], "fsdp": [range(4)], "hsdp": [(0, 1), (2, 3)]}.items():
+        for group in groups:
+            found = [read(layout, rank) for rank in group]
+            assert sorted(h for f in found for h in f["seen"]) == sorted(one["seen"]), layout
+            assert max(len(f["seen"]) for f in found) <= 2 * (14 // len(group) + 2), "shared out"
+            for f in found:
+                assert all(torch.equal(f["parameters"][n], p) for n, p in one["parameters"].items()), layout
+
+
 @pytest.mark.full
 def test_two_hundred_steps_are_the_same_bits(data, tmp_path):
     layouts = {n: DETERMINISTIC[n] for n in ("single", "ddp4", "fsdp8")}

@@ -8,6 +8,7 @@ import torch
 
 from engine.config import Config
 from engine.optim import AdamW, LossScale, Muon, learning_rate, orthogonalize
+from engine.sync import deal
 
 pytestmark = pytest.mark.quick
 
@@ -122,7 +123,31 @@ def test_a_muon_step_is_orthogonal_and_equals_torchs_own():
     for a, b in zip(ours.values(), theirs):
         assert (a - b).abs().max() < 0.02 * 3 * 0.05, "within torch's bfloat16"
     assert set(mine.state()) == {f"{n}.momentum" for n in ours} | {f"{n}.{k}" for n in other for k in ("exp_avg", "exp_avg_sq")}
-    values = torch.linalg.svdvals(orthogonalize(torch.randn(4, 48, 16)))
-    assert values.min() > 0.5 and values.max() < 1.3
     mine.zero_grad()
     assert all(p.grad is None for p in [*ours.values(), *other.values()])
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (48, 16), (16, 48), (200, 130), (131, 45), (128, 512), (3, 200)])
+def test_an_orthogonalized_matrix_has_the_singular_values_of_the_quintic_iteration(shape):
+    """Against the iteration written out in float64, also where singular values span five orders of magnitude."""
+    torch.manual_seed(0)
+    g = torch.randn(shape)
+    values = torch.linalg.svdvals(orthogonalize(g))
+    assert values.min() > 0.5 and values.max() < 1.3
+    u, s, v = torch.linalg.svd(g.double(), full_matrices=False)
+    for spread in (s, torch.logspace(0, -5, len(s), dtype=torch.float64)):
+        x = spread / spread.norm()
+        for _ in range(5):
+            x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+        got = orthogonalize((u @ torch.diag(spread) @ v).float()).double()
+        assert (got - u @ torch.diag(x) @ v).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_matrices_are_dealt_so_that_ranks_have_alike_to_do(ranks):
+    shapes = [(768, 768)] * 48 + [(3072, 768)] * 12 + [(768, 3072)] * 12
+    dealt, length = deal(shapes, ranks, 1)
+    assert sorted(i for owned in dealt for i in owned) == list(range(72))
+    work = [sum(min(shapes[i]) ** 2 * max(shapes[i]) for i in owned) for owned in dealt]
+    assert max(work) - min(work) <= 768**3 and length == max(sum(math.prod(shapes[i]) for i in owned) for owned in dealt)
+    assert deal(shapes[:2], 8, 8)[1] == 96 * 768, "a shard of the one matrix that an owner has"

@@ -21,7 +21,9 @@ from model import GPT
 RUNGS = {
     "quickstart": (1, "single", "T4", 1, (1, 1, 1, 1)),
     "shakespeare_char": (1, "single", "T4", 1, (1, 1, 1, 1)),
+    "shakespeare_char_cpu": (1, "single", "T4", 1, (1, 1, 1, 1)),
     "gpt2_124m": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
+    "gpt2_124m_muon": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "gpt2_124m_ddp": (8, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
     "gpt2_124m_2node": (2, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
     "gpt2_350m": (4, "ddp", "RTX 4090", 2, (1, 1, 1, 1)),
@@ -50,7 +52,7 @@ MODERN = dict(tie_embeddings=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk
 LORA = dict(lora_rank=3, init_from="scratch")
 COUNTED = {  # processes: {name: settings}
     1: {"single": {}, "muon": dict(optimizer="muon")},
-    2: {"ddp": {}, "ddp-lora": LORA, "fsdp-lora": dict(parallel="fsdp", **LORA, **MODERN), "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
+    2: {"ddp": {}, "ddp-muon": dict(optimizer="muon"), "ddp-lora": LORA, "fsdp-lora": dict(parallel="fsdp", **LORA, **MODERN), "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
         "ddp-deterministic": dict(deterministic=True, total_batch_size=24 * 30)},
     4: {"ddp": {}, "fsdp": dict(parallel="fsdp", activation_checkpointing="block", dropout=0.1),
         "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),

@@ -1,10 +1,15 @@
 """Speed and memory beside a nanoGPT checkout, on this machine, both scripts run as their users run them.
 
-    python -m tests.bench --peer PATH_TO_NANOGPT [--repeats 5] [--only char,124m] [--json out/bench.json]
+    python -m tests.bench --peer PATH_TO_NANOGPT [--repeats 5] [--only char,124m,loss] [--text input.txt] [--json out/bench.json]
 
 Each repeat starts nanoGPT's train.py and ours one after the other on the same token file with the same settings, and takes
 the median of the step times that each reports itself; a ratio is made within a repeat, so that a machine whose speed
 drifts does not decide. Above 1 is in our favour. Nothing is written into the checkout.
+
+`loss` is the time to nanoGPT's final loss: its README's CPU run of 2,000 updates on tiny shakespeare (--text) against
+configs/shakespeare_char_cpu.py, a model of the same size on the same split. Seconds are between the lines of the first and the
+last update, times n / (n - 1): neither start, evaluation nor checkpoint is in them, on either side. Both final checkpoints are then
+evaluated by the same code, over all windows of the validation split.
 """
 
 import argparse
@@ -32,35 +37,48 @@ SHAPES = {  # name: (vocabulary, updates, settings that both scripts know)
     "124m": (50304, 6, dict(n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2)),
 }
 WARMUP = 2  # updates that are not counted
+UPDATES = 2000  # of nanoGPT's CPU example
+EXAMPLE = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12",
+           "--n_layer=4", "--n_head=4", "--n_embd=128", f"--max_iters={UPDATES}", f"--lr_decay_iters={UPDATES}", "--dropout=0.0"]  # as its README has it
 
 
-def prepare_workplace(folder, peer):
+def prepare_workplace(folder, peer, text):
     """A folder from which nanoGPT's train.py runs, with its data: it reads configurator.py and data/ from where it stands."""
-    for name in ("train.py", "model.py", "configurator.py"):
+    for name in ("train.py", "model.py", "configurator.py", "config"):
         os.symlink(os.path.join(os.path.abspath(peer), name), os.path.join(folder, name))
     for name, (vocab, _, _) in SHAPES.items():
-        data = os.path.join(folder, "data", name)
-        os.makedirs(data)
-        for split in ("train", "val"):
-            np.random.default_rng(0).integers(0, vocab, 200_000).astype("<u2").tofile(os.path.join(data, f"{split}.bin"))
-        if vocab == 65:
-            chars = [chr(48 + i) for i in range(65)]
-            with open(os.path.join(data, "meta.pkl"), "wb") as f:
-                pickle.dump({"vocab_size": 65, "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}, f)
+        chars = [chr(48 + i) for i in range(vocab)] if vocab == 65 else None
+        write_data(os.path.join(folder, "data", name), [np.random.default_rng(0).integers(0, vocab, 200_000)] * 2, chars)
+    if text is not None:
+        chars = sorted(set(text))  # as its data/shakespeare_char/prepare.py: the first int(0.9 n) characters are train
+        ids = np.array([chars.index(c) for c in text])
+        write_data(os.path.join(folder, "data", "shakespeare_char"), np.split(ids, [int(len(ids) * 0.9)]), chars)
 
 
-def run(command, folder, first_step):
-    """Runs a training; returns its output, seconds to its first step's line, and peak memory in MB."""
-    started, first, lines = time.perf_counter(), None, []
+def write_data(folder, splits, chars):
+    os.makedirs(folder)
+    for split, ids in zip(("train", "val"), splits):
+        ids.astype("<u2").tofile(os.path.join(folder, f"{split}.bin"))
+    if chars:
+        with open(os.path.join(folder, "meta.pkl"), "wb") as f:
+            pickle.dump({"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}, f)
+
+
+def run(command, folder):
+    """Runs a script; returns its lines, [(seconds since the start, line)], and peak memory in MB."""
+    started, lines = time.perf_counter(), []
     process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
-        lines.append(line)
-        if first is None and line.startswith(first_step):
-            first = time.perf_counter() - started
+        lines.append((time.perf_counter() - started, line))
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        sys.exit("".join(lines[-20:]))
-    return "".join(lines), first, usage.ru_maxrss / 1024
+        sys.exit("".join(line for _, line in lines[-20:]))
+    return lines, usage.ru_maxrss / 1024
+
+
+def when(lines, words):
+    """Seconds to the first line that begins with `words`."""
+    return next(seconds for seconds, line in lines if line.startswith(words))
 
 
 def measure(shape, folder, n):
@@ -68,16 +86,41 @@ def measure(shape, folder, n):
     _, updates, settings = SHAPES[shape]
     common = [f"--{k}={v}" for k, v in {**settings, "dataset": shape, "gradient_accumulation_steps": 1, "dropout": 0.0, "device": "cpu", "dtype": "float32",
                                         "compile": False, "max_iters": updates, "log_interval": 1, "eval_interval": 10**6, "eval_iters": 1}.items()]
-    out, first, peak = run(["train.py", f"--out_dir=out-{shape}", *common], folder, "iter 0:")
-    times = [float(t) for t in re.findall(r"^iter \d+: .*time ([\d.]+)ms", out, re.M)]
-    found = {"nanogpt": {"step_ms": statistics.median(times[WARMUP:]), "first_s": first, "peak_mb": peak}}
+    lines, peak = run(["train.py", f"--out_dir=out-{shape}", *common], folder)
+    times = [float(t) for t in re.findall(r"^iter \d+: .*time ([\d.]+)ms", "".join(line for _, line in lines), re.M)]
+    found = {"nanogpt": {"step_ms": statistics.median(times[WARMUP:]), "first_s": when(lines, "iter 0:"), "peak_mb": peak}}
     ours = [os.path.join(ROOT, "train.py"), os.path.join(ROOT, "tests", "empty_config.py"), f"--out_dir=ours-{shape}-{n}", *common,
             f"--dataset={os.path.join(folder, 'data', shape)}", "--eval_interval=0", "--sample_tokens=0"]
-    _, first, peak = run(ours, folder, "step 1/")
+    lines, peak = run(ours, folder)
     with open(os.path.join(folder, f"ours-{shape}-{n}", "metrics.jsonl")) as f:
         times = [r["step_ms"] for r in map(json.loads, f) if r["kind"] == "train"]
-    found["ours"] = {"step_ms": statistics.median(times[WARMUP:]), "first_s": first, "peak_mb": peak}
+    found["ours"] = {"step_ms": statistics.median(times[WARMUP:]), "first_s": when(lines, "step 1/"), "peak_mb": peak}
     return found
+
+
+def time_to_loss(folder, n):
+    """One pair: {"nanogpt": {...}, "ours": {...}} with seconds of the training alone and the final validation loss."""
+    theirs, ours = f"out-loss-{n}", f"ours-loss-{n}"
+    data = os.path.join(folder, "data", "shakespeare_char")
+    lines, _ = run(["train.py", *EXAMPLE, f"--out_dir={theirs}", f"--eval_interval={UPDATES}"], folder)
+    last = f"iter {UPDATES - 1}:"  # its evaluation and checkpoint come after that line
+    found = {"nanogpt": {"seconds": (when(lines, last) - when(lines, "iter 0:")) * UPDATES / (UPDATES - 1), "updates": UPDATES,
+                         "own_estimate": float(re.search(f"step {UPDATES}:.*val loss ([\\d.]+)", "".join(line for _, line in lines))[1])}}
+    lines, _ = run([os.path.join(ROOT, "train.py"), os.path.join(ROOT, "configs", "shakespeare_char_cpu.py"), f"--dataset={data}", f"--out_dir={ours}",
+                    "--device=cpu", "--eval_interval=0", "--sample_tokens=0", "--log_interval=1"], folder)
+    updates = int(re.search(r"^step 1/([\d,]+)", "".join(line for _, line in lines), re.M)[1].replace(",", ""))
+    found["ours"] = {"seconds": (when(lines, f"step {updates:,}/") - when(lines, "step 1/")) * updates / (updates - 1), "updates": updates}
+    for side, weights in {"nanogpt": os.path.join(theirs, "ckpt.pt"), "ours": ours}.items():
+        evaluated, _ = run([os.path.join(ROOT, "train.py"), os.path.join(ROOT, "tests", "empty_config.py"), f"--init_from={weights}", f"--dataset={data}",
+                            "--eval_only", "--eval_tokens=1000000000", "--batch_size=64", "--gradient_accumulation_steps=1", "--device=cpu",
+                            f"--out_dir=evaluated-{side}-{n}"], folder)
+        found[side]["loss"] = float(re.search(r"validation loss ([\d.]+)", "".join(line for _, line in evaluated))[1])
+    return found
+
+
+def flops_per_token(vocab, s):
+    """Of a step, both scripts' models at a shape: 6 a weight of the products, and attention's (nanoGPT's estimate_mfu; PaLM, appendix B)."""
+    return 6 * (12 * s["n_layer"] * s["n_embd"] ** 2 + vocab * s["n_embd"]) + 12 * s["n_layer"] * s["n_embd"] * s["block_size"]
 
 
 def matmul_peak():
@@ -91,33 +134,62 @@ def matmul_peak():
     return 2 * 2048**3 / best / 1e9
 
 
+def compare(shape, pairs, what, unit):
+    """Prints and returns a row: medians of both sides, and the ratio's median, lowest and highest."""
+    ratios = sorted(p["nanogpt"][what] / p["ours"][what] for p in pairs)
+    theirs, ours = (statistics.median(p[side][what] for p in pairs) for side in ("nanogpt", "ours"))
+    row = {"shape": shape, "what": what, "nanogpt": theirs, "ours": ours, "ratio": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
+    print(f"{shape:>6} {unit:<20} nanoGPT {theirs:9.1f}   ours {ours:9.1f}   ratio {row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
+    return row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", required=True, help="a nanoGPT checkout")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default=",".join(SHAPES), help="shapes, of " + ", ".join(SHAPES))
+    parser.add_argument("--only", default=",".join((*SHAPES, "loss")), help=f"what to measure, of {', '.join(SHAPES)}, loss")
+    parser.add_argument("--text", help="tiny shakespeare (default: the checkout's data/shakespeare_char/input.txt), for `loss`")
     parser.add_argument("--json", default=os.path.join(ROOT, "out", "bench.json"))
     args = parser.parse_args()
+    only, text = args.only.split(","), args.text or os.path.join(args.peer, "data", "shakespeare_char", "input.txt")
+    if unknown := set(only) - {*SHAPES, "loss"}:
+        sys.exit(f"--only={args.only}: {', '.join(unknown)} is none of {', '.join(SHAPES)}, loss")
+    if "loss" in only and not os.path.isfile(text):
+        sys.exit(f"there is no {text}, which `loss` trains on: give --text, or leave `loss` out of --only")
     peak = matmul_peak()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}, matmul peak {peak:.0f} GFLOP/s"
     print(f"{time.strftime('%Y-%m-%d')}, {machine}; medians of {args.repeats} pairs, ratio nanoGPT / ours with its lowest and highest")
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        prepare_workplace(folder, args.peer)
-        for shape in args.only.split(","):
+        prepare_workplace(folder, args.peer, open(text, encoding="utf-8").read() if "loss" in only else None)
+        for shape in only:
+            if shape == "loss":
+                table.append(row_of_loss([time_to_loss(folder, n) for n in range(args.repeats)]))
+                continue
             pairs = [measure(shape, folder, n) for n in range(args.repeats)]
-            tokens = SHAPES[shape][2]["batch_size"] * SHAPES[shape][2]["block_size"]
+            vocab, _, settings = SHAPES[shape]
+            tokens = settings["batch_size"] * settings["block_size"]
             for what, unit in (("step_ms", "ms a step"), ("first_s", "s to the first step"), ("peak_mb", "MB peak")):
-                ratios = sorted(p["nanogpt"][what] / p["ours"][what] for p in pairs)
-                theirs, ours = (statistics.median(p[side][what] for p in pairs) for side in ("nanogpt", "ours"))
-                row = {"shape": shape, "what": what, "nanogpt": theirs, "ours": ours, "ratio": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
+                row = compare(shape, pairs, what, unit)
                 if what == "step_ms":
-                    row["tokens_per_s"] = {"nanogpt": tokens / theirs * 1e3, "ours": tokens / ours * 1e3}
+                    row["tokens_per_s"] = {side: tokens / row[side] * 1e3 for side in ("nanogpt", "ours")}
+                    row["share_of_peak"] = {side: flops_per_token(vocab, settings) * t / 1e9 / peak for side, t in row["tokens_per_s"].items()}
+                    print(f"{'':>6} {'share of the peak':<20} nanoGPT {row['share_of_peak']['nanogpt']:9.0%}   ours {row['share_of_peak']['ours']:9.0%}")
                 table.append(row)
-                print(f"{shape:>6} {unit:<20} nanoGPT {theirs:9.1f}   ours {ours:9.1f}   ratio {row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
     os.makedirs(os.path.dirname(os.path.abspath(args.json)), exist_ok=True)
     with open(args.json, "w") as f:
         json.dump({"date": time.strftime("%Y-%m-%d"), "machine": machine, "matmul_gflops": peak, "repeats": args.repeats, "rows": table}, f, indent=1)
+
+
+def row_of_loss(pairs):
+    row = {**compare("loss", pairs, "seconds", "s to nanoGPT's loss"), "pairs": pairs}
+    for p in pairs:
+        print(f"{'':>6} validation loss      nanoGPT {p['nanogpt']['loss']:9.4f}   ours {p['ours']['loss']:9.4f}   after {p['nanogpt']['updates']:,} and "
+              f"{p['ours']['updates']:,} updates (nanoGPT's own estimate {p['nanogpt']['own_estimate']:.4f})")
+    row["reached"] = all(p["ours"]["loss"] <= p["nanogpt"]["loss"] for p in pairs)
+    if not row["reached"]:
+        print(f"{'':>6} not reached: ours is above nanoGPT's, the ratio does not count")
+    return row
 
 
 if __name__ == "__main__":
