@@ -126,11 +126,16 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)  # of one type: the fused kernel wants it
+        return matmul.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return matmul.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def make_norm(c):
-    return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
+    return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
 
 
 def rope_table(c, device=None):
@@ -194,10 +199,10 @@ class MLP(nn.Module):
 
     def forward(self, x):
         if self.kind == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            return self.down(matmul.swiglu(self.gate(x), self.up(x)))
         if self.kind == "relu2":
-            return self.down(F.relu(self.up(x)).square())
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+            return self.down(matmul.relu2(self.up(x)))
+        return self.down(matmul.gelu(self.up(x), "tanh" if self.kind == "gelu_tanh" else "none"))
 
 
 class Block(nn.Module):
