@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from data.order import IGNORE, derive_seed
-from engine import matmul
+from engine import matmul, recompute
 from engine.attention import attend
 
 
@@ -105,13 +103,14 @@ def _listed(values):
 
 class Linear(nn.Linear):
     packed = None  # another form of the same matrix, while text is generated: see packed_weights
+    value = True  # False: what comes out is looked at by nobody, see engine.recompute
 
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""
 
     def forward(self, x):
         if self.packed is None or torch.is_grad_enabled():
-            return matmul.linear(x, self.weight, self.bias)
+            return matmul.linear(x, self.weight, self.bias, self.value)
         return self.packed(x)
 
 
@@ -211,10 +210,16 @@ class Block(nn.Module):
         self.norm1, self.attn = make_norm(c), Attention(c)
         self.norm2, self.mlp = make_norm(c), MLP(c)
         self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
+        self.recompute = "none"  # activation checkpointing, one of engine.recompute.KINDS
 
     def forward(self, x, rope=None, cache=None, documents=None):
         x = x + self.dropout(self.attn(self.norm1(x), rope, cache, documents))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        if self.recompute == "selective" and self.training:
+            return x + self.dropout(recompute.again(self.feed_forward, self, x, dropout=False))
+        return x + self.dropout(self.feed_forward(x))
+
+    def feed_forward(self, x):
+        return self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
@@ -231,7 +236,6 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
-        self.recompute = False  # activation checkpointing: keep a block's input only, compute the rest again in the backward
 
     def first_value(self, name, shape, seed):
         """A parameter's first value as in the GPT-2 paper, a function of (seed, its name) alone; on the CPU, the same bits for
@@ -278,8 +282,8 @@ class GPT(nn.Module):
         if rope is not None and rope.dim() == 4:
             rope = rope.unsqueeze(2)  # (2, B, heads, T, D)
         for block in self.blocks:
-            if self.recompute and self.training:
-                x = checkpoint(block, x, rope, None, documents, use_reentrant=False)
+            if block.recompute == "block" and self.training:
+                x = recompute.again(block, block, x, rope, None, documents)
             else:
                 x = block(x, rope, cache, documents)
         if cache is not None:

@@ -14,6 +14,7 @@ import torch
 from data.shards import TokenDataset, find_dataset
 from data.sources import open_source
 from engine import config as settings
+from engine import recompute
 from engine.errors import UserError
 from engine.families import open_weights
 from engine.feed import read_folders
@@ -41,7 +42,7 @@ def plan(config, world):
     """What a run of a loaded Config takes on `world` processes of the GPU config.plan_gpu, as a dict; sizes in bytes.
 
     memory: {kind: bytes on the busiest device, rank 0's}. Weights, gradients and optimizer are exact; what is worked with beside
-    them, activations and logits are estimates (see working_bytes, activation_bytes, logit_bytes). on_host: the kinds that cpu_offload
+    them, activations and logits are estimates (see working_bytes, recompute.peak_bytes, logit_bytes). on_host: the kinds that cpu_offload
     moves there. shards: [(weights, gradients, optimizer)] of each rank of a replica, exact. sent: {collective: bytes that a rank
     sends in one update}, with rings (see sent_bytes). checkpoint: exact but for some KB of names. hours: at ASSUMED_MFU.
     UserError where the settings do not fit together, or not that many processes.
@@ -81,12 +82,13 @@ def plan(config, world):
         weights, of_trained = (4 * sum(held(here[n], place.shards, index) for n in names) for names in (here, trained))
         of_optimizer = 4 * sum(held(cut(n.rpartition(".")[0], shape, place.tp), place.shards, index) for n, shape in state.items())
         shards += [(weights, of_trained, of_optimizer)] * place.tp
-    element = precision.autocast.itemsize if precision.autocast else 4
+    element = precision.element
     memory = dict(zip(EXACT, shards[0]))
     memory["working copies"] = working_bytes(c, place, linears, root, element)
     if c.deterministic:
         memory["sums in order"] = tree_bytes(memory["gradients"], c.micro_batches // place.groups, place)
-    memory["activations"] = activation_bytes(c, element)
+    kinds = recompute.choose(c, element)
+    memory["activations"] = recompute.peak_bytes(c, element, kinds)
     memory["logits"] = logit_bytes(model, c, element)
     flops = model.flops_per_token() * c.total_batch_size * c.max_iters
     peak = peaks[precision.dtype] * 1e12
@@ -96,7 +98,8 @@ def plan(config, world):
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element, [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n]),
+        "recompute": kinds,
+        "sent": sent_bytes(c, place, kinds, linears, root, element, [part for n, part in parts.items() if n.startswith("blocks.") and "norm" in n]),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
@@ -196,40 +199,6 @@ def tree_bytes(gradient_bytes, each, place):
     return gradient_bytes * (waiting + (3 if place.layout == "ddp" and place.ranks > 1 else 0))
 
 
-def activation_bytes(c, element):
-    """What autograd keeps of one micro-batch's forward for its backward; an estimate.
-
-    Counted tensor by tensor as Korthikanti and others do (arXiv 2205.05198, section 4.1), for this block: attention is never
-    written out (the 5 a s^2 b of the paper is not there), the residual stream is float32. For each token, with e = `element`
-    bytes (2 under autocast, else 4), C channels, H and K heads of size D, F = mlp_hidden:
-
-        inputs of the two norms            2 * 4 C
-        their outputs, as products read them   2 * e C         (eager autocast makes a copy for each product: 3 e C and, swiglu, 2 e C)
-        q, k, v, attention's output        e (2 H + 2 K) D + 4 H    (qk_norm: e (H + K) D more, the norms' inputs)
-        mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
-        dropout's masks                    2 C
-        adapters                           e lora_rank for each
-
-    and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
-    checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
-
-    Context parallelism leaves a rank 1 / cp of the tokens; of those, tensor parallelism leaves it 1 / tp of everything but what products
-    read and the last norm's input.
-    """
-    C, F, H, K, D = c.n_embd, c.mlp_hidden, c.n_head, c.n_kv_head, c.head_dim
-    eager = element < 4 and c.compile is False
-    products = (3 if eager else 1) + (2 if eager and c.mlp == "swiglu" else 1)
-    of_heads = element * (2 * H + 2 * K) * D + 4 * H
-    of_heads += element * (H + K) * D if c.qk_norm else 0
-    of_heads += element * F * (4 if c.mlp == "swiglu" else 2)
-    stream = 8 * C + (2 * C if c.dropout else 0)
-    block = (stream + of_heads) / c.tp + products * element * C
-    block += element * c.lora_rank * len(c.lora_targets.split(",")) if c.lora_rank else 0
-    block += (2 * 4 * C if c.tp > 1 else 0) / c.tp  # the norms' outputs before they are gathered
-    blocks = 4 * C * c.n_layer / c.tp + block if c.activation_checkpointing == "block" else block * c.n_layer
-    return round(c.batch_size * c.block_size / c.cp * (blocks + (4 + 4) * C))
-
-
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
     and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
@@ -239,7 +208,7 @@ def logit_bytes(model, c, element):
     return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
-def sent_bytes(c, place, linears, root, element, norms):
+def sent_bytes(c, place, kinds, linears, root, element, norms):
     """{collective: bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
     reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
 
@@ -255,18 +224,18 @@ def sent_bytes(c, place, linears, root, element, norms):
     each, n = c.micro_batches // place.groups, place.shards
     shared = {}
     if place.cp > 1:  # gathered for the forward (twice where it is computed again) and for the backward
-        whole = element * c.n_layer * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
-        times = 3 if c.activation_checkpointing == "block" else 2
-        shared["all-gather of keys and values"] = each * ring(place.cp) * times * whole
-        shared["reduce-scatter of keys and values"] = each * ring(place.cp) * whole
+        of_block = element * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
+        shared["all-gather of keys and values"] = each * ring(place.cp) * (2 * c.n_layer + kinds.count("block")) * of_block
+        shared["reduce-scatter of keys and values"] = each * ring(place.cp) * c.n_layer * of_block
     if place.tp > 1:
         tokens = c.batch_size * c.block_size // place.cp
         whole = 4 * tokens * c.n_embd
         # a sub-layer gathers its tokens and scatters its sums, in the backward the other way round; the embeddings scatter theirs
         forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 1 + 1 / c.batch_size
-        again = forward if c.activation_checkpointing == "block" else 0  # which ends before a block's last scatter
+        scatters = kinds.count("block")  # what is made again ends before a block's last scatter
+        again = 2 * scatters + kinds.count("selective")
         shared["all-gather of activations"] = each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
-        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
+        shared["reduce-scatter of activations"] = each * ring(place.tp) * (2 * forward + scatters + embeddings) * whole
         shared["all-reduce of activations"] = each * 2 * ring(place.tp) * (whole + 4)
         shared["all-reduce of gradients"] = each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))  # of norms, from each rank's tokens
     shared = {kind: round(b) for kind, b in shared.items()}
@@ -327,6 +296,8 @@ def print_plan(config, say):
         alike = {held: [r for r, other in enumerate(p["shards"]) if other == held] for held in p["shards"]}
         lines.append("weights, gradients and optimizer of a replica's ranks: " + "; ".join(
             f"{ranks[0]} to {ranks[-1]}: {', '.join(map(size, held))}" for held, ranks in alike.items()))
+    if config.activation_budget is not None:
+        lines.append("of " + ", ".join(f"{p['recompute'].count(kind)} blocks {kind}" for kind in recompute.KINDS if kind in p["recompute"]) + " by activation_budget")
     lines.append("sent by a rank in an update: " + (", ".join(f"{size(b)} ({kind})" for kind, b in p["sent"].items()) or "nothing"))
     lines.append(f"a checkpoint    {size(p['checkpoint'])} on disk")
     say("\n".join(lines))
@@ -335,8 +306,8 @@ def print_plan(config, say):
 def what_helps(c, p):
     """Settings that lower the memory a device needs, the cheapest first."""
     found = [f"batch_size={c.batch_size // 2}"] if c.batch_size > 1 else []
-    if c.activation_checkpointing == "none":
-        found.append("activation_checkpointing=block")
+    if c.activation_budget is None and c.activation_checkpointing != "block":
+        found.append(f"activation_checkpointing={'selective or ' if c.activation_checkpointing == 'none' else ''}block")
     if p["layout"] != "fsdp":
         found.append("parallel=fsdp")
     elif p["replicas"] > 1:
