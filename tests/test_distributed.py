@@ -33,7 +33,7 @@ def run_layouts(folder, data, layouts, variants):
 def default_runs(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     run_layouts(folder, data, LAYOUTS, {"plain": BASE, "dropout": {**BASE, "dropout": 0.1}})
-    less = {"recompute": {**BASE, "dropout": 0.1, "activation_checkpointing": "block"}}
+    less = {kind: {**BASE, "dropout": 0.1, "activation_checkpointing": kind} for kind in ("selective", "block")}
     run_layouts(folder, data, {n: LAYOUTS[n] for n in ("single", "ddp2", "fsdp2")}, less)
     run_layouts(folder, data, {"offloaded": (2, dict(parallel="fsdp", cpu_offload=True)), "gathered": (2, dict(parallel="fsdp", reshard_after_forward=False))}, {"plain": BASE})
     run_layouts(folder, data, {"single": (1, {}), "ddp3": (3, {}), "fsdp3": (3, dict(parallel="fsdp"))}, {"24": {**BASE, "total_batch_size": 24 * 32}})
@@ -57,9 +57,17 @@ def test_where_shards_live_changes_nothing(layout, default_runs):
     assert_close(curve(default_runs / layout), curve(default_runs / "single-plain"))
 
 
+@pytest.mark.parametrize("kind", ["selective", "block"])
 @pytest.mark.parametrize("layout", ["single", "ddp2", "fsdp2"])
-def test_computing_activations_again_changes_nothing(layout, default_runs):
-    assert_close(curve(default_runs / f"{layout}-recompute"), curve(default_runs / "single-dropout"), rel=1e-6 if layout == "single" else 1e-5)
+def test_computing_activations_again_changes_nothing(layout, kind, default_runs):
+    assert_close(curve(default_runs / f"{layout}-{kind}"), curve(default_runs / "single-dropout"), rel=0 if layout == "single" else 1e-5)
+
+
+def test_a_budget_of_activations_changes_nothing_and_says_what_it_came_to(data, default_runs, tmp_path):
+    result = train(tmp_path / "run", data, **{**BASE, "dropout": 0.1, "activation_budget": 0.00013})
+    assert curve(tmp_path / "run") == curve(default_runs / "single-dropout") and "activation checkpointing of 1 block, 1 none of 2 blocks" in result.out
+    result = train(tmp_path / "none", data, expect=2, **{**BASE, "activation_budget": 0.00001})
+    assert len(result.errors) == 1 and "activation_budget=1e-05 GB" in result.errors[0] and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("layout", ["ddp3", "fsdp3"])
@@ -132,7 +140,8 @@ def test_a_deterministic_run_goes_on_under_other_layouts_to_the_same_bits(data, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     several(1, [(whole, data, {**settings, "max_iters": 8})])
     several(1, [(parts, data, {**settings, "max_iters": 2})])
-    several(2, [(parts, data, {**settings, "max_iters": 3}), (parts, data, {**settings, "max_iters": 4, "parallel": "fsdp"})])
+    several(2, [(parts, data, {**settings, "max_iters": 3, "activation_checkpointing": "block"}),
+                (parts, data, {**settings, "max_iters": 4, "parallel": "fsdp", "activation_checkpointing": "selective"})])
     several(4, [(parts, data, {**settings, "max_iters": 5, "parallel": "fsdp"}), (parts, data, {**settings, "max_iters": 6, "parallel": "fsdp", "dp_replicate": 2})])
     several(1, [(parts, data, {**settings, "max_iters": 8})])
     assert curve(whole) == curve(parts) and tensors(whole, 8) == tensors(parts, 8)
