@@ -9,8 +9,8 @@ it is made again from those, to the same bits, in a few percent of the product's
 (On a GPU the compiler does that.)
 """
 
-
 import ctypes
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ WORTH = 1 << 20  # elements from which a tensor is made again: smaller ones stay
 SLICE = 4096  # columns of a wide product that are made at a time: what is freed and taken again stays in the heap (glibc maps more than 32 MB anew)
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """Has glibc keep what is freed for what is allocated next. Left alone it gives large pieces back to the system, and a page that is new has to be
     cleared first: 8% of the CPU time of a GPT-2 124M block at 8 x 1024 tokens. Other systems' allocators are left alone."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
@@ -30,12 +30,12 @@ def keep_freed_memory():
             libc.mallopt(threshold, 2**31 - 1)
 
 
-def multiply(x, weight, bias=None):
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K) weight^T (N, K) + bias, of CPU float32 tensors of any strides."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-def serves(x, other, columns):
+def serves(x: torch.Tensor, other: torch.Tensor, columns: int) -> bool:
     """Whether a product of x (..., K) that has so many columns goes to oneDNN: it is there, it pays, and plain values are asked for, not a
     compiler's trace, another device or type, or shards. A function of shapes and settings alone, as last bits must be."""
     return (x.device.type == "cpu" and x.dtype == other.dtype == torch.float32 and x.numel() * columns >= SMALLEST
@@ -43,7 +43,7 @@ def serves(x, other, columns):
             and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling())
 
 
-def linear(x, weight, bias=None, value=True):
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, value: bool = True) -> torch.Tensor:
     """torch.nn.functional.linear. value=False: only its place in autograd's graph is asked for, and what it returns has no values."""
     if not serves(x, weight, weight.size(0)):
         return F.linear(x, weight, bias)
@@ -51,7 +51,7 @@ def linear(x, weight, bias=None, value=True):
     return _Linear.apply(x, weight, bias, value, remade, inputs)
 
 
-def mm(x, weight):
+def mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (N, K) weight (K, M), with no gradient."""
     return multiply(x, weight.t()) if serves(x, weight, weight.size(1)) else x @ weight
 
@@ -82,7 +82,8 @@ class _Linear(torch.autograd.Function):
 
 
 class Remade:
-    """A tensor that the products which read it do not keep: in their backward the first makes it again by `function`, to the same bits, and the last lets it go."""
+    """A tensor that the products which read it do not keep: in their backward the first makes it again by `function`, to the same bits, and the
+    last lets it go."""
 
     def __init__(self, function):
         self.function, self.readers, self.left, self.value = function, 0, 0, None
@@ -96,7 +97,7 @@ class Remade:
         return value
 
 
-def cheap(out, function, *inputs):
+def cheap(out: torch.Tensor, function: Callable, *inputs: torch.Tensor | None) -> torch.Tensor:
     """Says of `out`, the value of function(*inputs), that products which read it may keep the inputs instead; returns it. The function holds
     no tensors of its own: a parameter that FSDP gathers is another one in the backward."""
     if out.numel() >= WORTH and keeps(out):
@@ -104,27 +105,28 @@ def cheap(out, function, *inputs):
     return out
 
 
-def same(view, x):
+def same(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`view`, a view of all of x, of which is said what cheap() says of x."""
     if hasattr(x, "remade"):
         view.remade = x.remade
     return view
 
 
-def keeps(*tensors):
-    """Whether autograd keeps something of an operation on these, and they are ordinary CPU float32 tensors in eager code that asks for no other type."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and all(t.device.type == "cpu" and t.dtype == torch.float32 and type(t) in PLAIN for t in tensors) \
-        and not torch.is_autocast_enabled("cpu")
+def keeps(*tensors: torch.Tensor) -> bool:
+    """Whether autograd keeps something of an operation on these, and they are ordinary CPU float32 tensors in eager code that asks for no
+    other type."""
+    return (torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+            and all(t.device.type == "cpu" and t.dtype == torch.float32 and type(t) in PLAIN for t in tensors))
 
 
-def layer_norm(x, weight, bias, eps):
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """torch.nn.functional.layer_norm over the last dimension."""
     def function(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     return cheap(function(x, weight, bias), function, x, weight, bias)
 
 
-def rms_norm(x, weight, eps):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """torch.nn.functional.rms_norm over the last dimension."""
     def function(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -133,21 +135,22 @@ def rms_norm(x, weight, eps):
     return cheap(_RMSNorm.apply(x, weight, eps, function), function, x, weight)
 
 
-def swiglu(gate, up):
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (arXiv 2002.05202)."""
     if not keeps(gate, up):
         return F.silu(gate) * up
     return cheap(_SwiGLU.apply(gate, up), _SwiGLU.function, gate, up)
 
 
-def relu2(up):
+def relu2(up: torch.Tensor) -> torch.Tensor:
     """The square of relu(up)."""
     if not keeps(up):
         return F.relu(up).square()
     return cheap(_ReLU2.apply(up), _ReLU2.function, up)
 
 
-def gelu(up, approximate):
+def gelu(up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """torch.nn.functional.gelu."""
     def function(up):
         return F.gelu(up, approximate=approximate)
     return cheap(function(up), function, up)
@@ -210,7 +213,7 @@ class _ReLU2(torch.autograd.Function):
         return F.relu(up).mul_(2).mul_(d_out)
 
 
-def product_into(out, x, weight):
+def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """out (N, V) = x (N, K) weight^T (V, K), without a second (N, V)."""
     if not serves(x, weight, len(weight)):
         return torch.mm(x, weight.t(), out=out)
@@ -219,7 +222,7 @@ def product_into(out, x, weight):
     return out
 
 
-def add_outer(total, y, x):
+def add_outer(total: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """total (V, K) + y^T (N, V) x (N, K), in place; a new tensor where total is None."""
     if not serves(x, y, y.size(1)):
         return torch.mm(y.t(), x) if total is None else total.addmm_(y.t(), x)

@@ -38,7 +38,7 @@ GPU_MEMORY = {"B300": 288, "B200": 180, "H200": 141, "H100 PCIe": 80, "H100": 80
               "L40": 48, "L4": 24, "A10G": 24, "A10": 24, "V100": 32, "T4": 16, "RTX 5090": 32, "RTX 4090": 24, "RTX 3090": 24}
 
 
-def plan(config, world):
+def plan(config, world: int) -> dict:
     """What a run of a loaded Config takes on `world` processes of the GPU config.plan_gpu, as a dict; sizes in bytes.
 
     memory: {kind: bytes on the busiest device, rank 0's}. Weights, gradients and optimizer are exact; what is worked with beside
@@ -265,7 +265,7 @@ def sent_bytes(c, place, kinds, linears, root, element, norms):
 # ---------------------------------------------------------------------------------------------------------- showing it
 
 
-def print_plan(config, say):
+def print_plan(config, say) -> None:
     """Says what a run of a loaded Config takes on config.plan processes."""
     p = plan(config, config.plan)
     memory, room, kinds = p["memory"], p["gpu_memory"], []
@@ -297,7 +297,8 @@ def print_plan(config, say):
         lines.append("weights, gradients and optimizer of a replica's ranks: " + "; ".join(
             f"{ranks[0]} to {ranks[-1]}: {', '.join(map(size, held))}" for held, ranks in alike.items()))
     if config.activation_budget is not None:
-        lines.append("of " + ", ".join(f"{p['recompute'].count(kind)} blocks {kind}" for kind in recompute.KINDS if kind in p["recompute"]) + " by activation_budget")
+        kinds = p["recompute"]
+        lines.append("activation checkpointing by activation_budget, of blocks: " + ", ".join(f"{kinds.count(k)} {k}" for k in recompute.KINDS if k in kinds))
     lines.append("sent by a rank in an update: " + (", ".join(f"{size(b)} ({kind})" for kind, b in p["sent"].items()) or "nothing"))
     lines.append(f"a checkpoint    {size(p['checkpoint'])} on disk")
     say("\n".join(lines))

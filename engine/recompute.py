@@ -1,13 +1,14 @@
 """Activation checkpointing (Chen and others, arXiv 1604.06174): what a block keeps for its backward, and what it computes again there.
 
-none: all that the backward needs. selective: all but the MLP's, which is the widest: its input is kept, and its first product made again; attention is not.
-block: the block's input alone. Each may be said for all blocks, or a budget in bytes picks one for each.
+none: all that the backward needs. selective: all but what is in the MLP, the widest part: its norm and first product are made again from the input
+of the sub-layer, attention is not. block: the block's input alone. One kind serves all blocks, or a budget in bytes picks one for each.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,15 +19,17 @@ from engine.errors import UserError
 KINDS = ("none", "selective", "block")
 
 
-def again(function, block, *args, dropout=True):
-    """function(*args), of which autograd keeps the inputs alone. It is made again up to the input of the block's last product, whose output nothing needs."""
+def again(function: Callable, block: torch.nn.Module, *args, dropout: bool = True) -> torch.Tensor:
+    """function(*args), of which autograd keeps the inputs alone. It is made again up to the input of the block's last product: what comes out of
+    that, a fifth of a block's work, no backward needs. dropout: whether there is any in it, whose random numbers have to be the same ones."""
     eager = not torch.compiler.is_compiling() and block._compiled_call_impl is None
     options = {"context_fn": lambda: (contextlib.nullcontext(), without_value(block.mlp.down))} if eager else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=dropout, **options)
 
 
 @contextlib.contextmanager
-def without_value(linear):
+def without_value(linear: torch.nn.Module):
+    """Inside, a Linear's output has the right shape and no values."""
     linear.value = False
     try:
         yield
@@ -34,7 +37,7 @@ def without_value(linear):
         linear.value = True
 
 
-def kept_bytes(c, element):
+def kept_bytes(c, element: int) -> dict[str, float]:
     """{kind: bytes that autograd keeps of a block of that kind for one micro-batch}; an estimate. c: a Config with the model's sizes.
 
     Counted tensor by tensor as Korthikanti and others do (arXiv 2205.05198, section 4.1), for this block: attention is never
@@ -70,7 +73,7 @@ def kept_bytes(c, element):
     return {"none": tokens * (attention + stream + mlp), "selective": tokens * (attention + stream), "block": tokens * 4 * C / c.tp}
 
 
-def peak_bytes(c, element, kinds):
+def peak_bytes(c, element: int, kinds: list[str]) -> int:
     """What is kept of one micro-batch's forward at the most, with a kind for each block: when the backward starts, or later in it, with one block in full
     again while those behind it are gone. And the last norm's input and the hidden state's gradient, which the loss makes at once, in float32."""
     kept = kept_bytes(c, element)
@@ -78,7 +81,7 @@ def peak_bytes(c, element, kinds):
     return round(max(before) + kept["none"] + c.batch_size * c.block_size / c.cp * 8 * c.n_embd)
 
 
-def choose(c, element):
+def choose(c, element: int) -> list[str]:
     """A kind for each block: activation_checkpointing's, or where there is an activation_budget, those that cost least of what fits. A function of the
     settings alone, so all ranks choose the same. UserError where nothing fits."""
     if c.activation_budget is None:
@@ -101,11 +104,12 @@ def choose(c, element):
 
     works = [f"activation_budget={math.ceil(least(c.batch_size) / 1e7) / 100:g}"]
     works += [f"batch_size={b}" for b in range(c.batch_size - 1, 0, -1) if least(b) <= budget][:1]
-    raise UserError(f"activation_budget={c.activation_budget:g} GB: a micro-batch of {c.batch_size} x {c.block_size} takes {least(c.batch_size) / 1e9:.3g} GB even "
-                    f"where all of its blocks are computed again; {' or '.join(works)} would work")
+    raise UserError(f"activation_budget={c.activation_budget:g} GB: a micro-batch of {c.batch_size} x {c.block_size} takes "
+                    f"{least(c.batch_size) / 1e9:.3g} GB even where all of its blocks are computed again; {' or '.join(works)} would work")
 
 
-def describe(c, element, kinds):
+def describe(c, element: int, kinds: list[str]) -> str:
     """What a budget has come to, in a sentence."""
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in KINDS if kind in kinds)
-    return f"activation_budget={c.activation_budget:g} GB: activation checkpointing of {counts} of {len(kinds)} blocks, {peak_bytes(c, element, kinds) / 1e9:.3g} GB by --plan's count"
+    return (f"activation_budget={c.activation_budget:g} GB: of {len(kinds)} blocks, activation checkpointing is {counts}; "
+            f"{peak_bytes(c, element, kinds) / 1e9:.3g} GB by --plan's count")

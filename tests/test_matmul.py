@@ -86,7 +86,7 @@ def test_what_is_made_again_is_torchs_and_keeps_nothing_else(name, monkeypatch):
         found.append((read.detach(), *[t.grad for t in leaves]))
         large = [t for t in kept.values() if t.numel() == read.numel() and t.data_ptr() not in [v.data_ptr() for v in leaves]]
     for theirs, kept_ours, remade in zip(*found, strict=True):
-        assert torch.equal(kept_ours, remade) and torch.allclose(ours_at_scale := remade / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-6), ours_at_scale
+        assert torch.equal(kept_ours, remade) and (remade - theirs).abs().max() <= 2e-6 * theirs.abs().max()
     assert not large and read.remade[0].value is None
 
 
