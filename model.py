@@ -61,7 +61,7 @@ class ModelConfig:
         if self.mlp_hidden is None:
             self.mlp_hidden = -(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
 
-    def problems(self):
+    def problems(self) -> list[str]:
         """Sentences on what cannot be built, none where all is well."""
         found = []
         for f in fields(self):
@@ -108,7 +108,7 @@ class Linear(nn.Linear):
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None or torch.is_grad_enabled():
             return matmul.linear(x, self.weight, self.bias, self.value)
         return self.packed(x)
@@ -124,20 +124,20 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return matmul.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return matmul.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def make_norm(c):
+def make_norm(c: ModelConfig) -> nn.Module:
     return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
 
 
-def rope_table(c, device=None):
+def rope_table(c: ModelConfig, device: torch.device | None = None) -> torch.Tensor:
     """cos and sin of the rotary position embedding (Su et al., arXiv 2104.09864): (2, block_size, head_dim) float32.
 
     With rope_scaling the frequencies of Llama 3.1 (arXiv 2407.21783; apply_scaling in Meta's llama-models): long waves slowed, short
@@ -154,7 +154,7 @@ def rope_table(c, device=None):
     return torch.stack((angle.cos(), angle.sin()))
 
 
-def rotate(x, rope):
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Turns (B, heads, T, D) by the positions of `rope` (2, T, D)."""
     left, right = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-right, left), dim=-1) * rope[1]).type_as(x)
@@ -171,7 +171,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x, rope=None, cache=None, documents=None):
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, cache: "KVCache | None" = None, documents=None) -> torch.Tensor:
         B, T, _ = x.shape
         q = self.q(x).view(B, T, -1, self.head_dim)  # (B, T, H, D), of the heads that are here
         k = self.k(x).view(B, T, -1, self.head_dim)
@@ -196,7 +196,7 @@ class MLP(nn.Module):
         self.gate = Linear(c.n_embd, c.mlp_hidden, bias=c.bias) if c.mlp == "swiglu" else None
         self.down = Linear(c.mlp_hidden, c.n_embd, bias=c.bias)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "swiglu":
             return self.down(matmul.swiglu(self.gate(x), self.up(x)))
         if self.kind == "relu2":
@@ -212,13 +212,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
         self.recompute = "none"  # activation checkpointing, one of engine.recompute.KINDS
 
-    def forward(self, x, rope=None, cache=None, documents=None):
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, cache: "KVCache | None" = None, documents=None) -> torch.Tensor:
         x = x + self.dropout(self.attn(self.norm1(x), rope, cache, documents))
         if self.recompute == "selective" and self.training:
             return x + self.dropout(recompute.again(self.feed_forward, self, x, dropout=False))
         return x + self.dropout(self.feed_forward(x))
 
-    def feed_forward(self, x):
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.norm2(x))
 
 
@@ -237,7 +237,7 @@ class GPT(nn.Module):
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
 
-    def first_value(self, name, shape, seed):
+    def first_value(self, name: str, shape: tuple, seed: int) -> torch.Tensor:
         """A parameter's first value as in the GPT-2 paper, a function of (seed, its name) alone; on the CPU, the same bits for
         any device and layout."""
         if name.endswith("bias"):
@@ -248,16 +248,17 @@ class GPT(nn.Module):
         std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("o.weight", "down.weight")) else 0.02
         return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(derive_seed("init", seed, name)))
 
-    def first_values(self, seed):
+    def first_values(self, seed: int) -> dict:
         """{name: (shape, function of a slice that draws those rows)}: one parameter at a time is ever held whole."""
         return {name: (p.shape, lambda rows, name=name, shape=p.shape: self.first_value(name, shape, seed)[rows]) for name, p in self.named_parameters()}
 
     @torch.no_grad()
-    def init_weights(self, seed):
+    def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
             p.copy_(self.first_value(name, p.shape, seed))
 
-    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False, documents=None, hits=None):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, divisor: float = 1.0, cache: "KVCache | None" = None,
+                last_only: bool = False, documents=None, hits: torch.Tensor | None = None) -> torch.Tensor:
         """tokens (B, T) int64, T <= block_size. documents: engine.attention's Documents, where rows hold several texts that
         must not see each other.
 
@@ -312,7 +313,7 @@ class GPT(nn.Module):
             hits[at if self.context is None else documents.among_all(len(tokens))[at]] = found
         return loss
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         """Forward and backward, matrix products only: 6 per weight used, 4 where it is frozen, and attention's 12 L H D T (PaLM, appendix B)."""
         c = self.config
         used = [p for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight")]
@@ -328,7 +329,8 @@ class GPT(nn.Module):
 LOSS_CHUNK = 512
 
 
-def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0, tensor=None, hits=None):
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, divisor: float = 1.0, tensor=None,
+                         hits: torch.Tensor | None = None) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
 
     hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,18 @@ def test_a_budget_of_activations_changes_nothing_and_says_what_it_came_to(data, 
     assert curve(tmp_path / "run") == curve(default_runs / "single-dropout") and "of 2 blocks, activation checkpointing is 1 none, 1 block;" in result.out
     result = train(tmp_path / "none", data, expect=2, **{**BASE, "activation_budget": 0.00001})
     assert len(result.errors) == 1 and "activation_budget=1e-05 GB" in result.errors[0] and not (tmp_path / "none").exists()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("layout", [{}, dict(parallel="fsdp")], ids=["single", "fsdp2"])
+def test_compiled_blocks_compute_again_to_the_eager_curve(layout, data, tmp_path):
+    n, settings = 2 if layout else 1, dict(max_iters=6, n_layer=3, dropout=0.0, learning_rate=1e-3)
+    several(n, [(tmp_path / "eager", data, {**settings, **layout}),
+                *[(tmp_path / kind, data, {**settings, **layout, "compile": True, "activation_checkpointing": kind}) for kind in ("selective", "block")],
+                (tmp_path / "budget", data, {**settings, **layout, "compile": True, "activation_budget": 0.00015})])
+    for kind in ("selective", "block", "budget"):
+        assert_close(curve(tmp_path / kind), curve(tmp_path / "eager"))
 
 
 @pytest.mark.parametrize("layout", ["ddp3", "fsdp3"])
