@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from data.order import IGNORE, derive_seed
-from engine import matmul
+from engine import matmul, recompute
 from engine.attention import attend
 
 
@@ -68,7 +66,7 @@ class ModelConfig:
         if self.mlp_hidden is None:
             self.mlp_hidden = -(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
 
-    def problems(self):
+    def problems(self) -> list[str]:
         """Sentences on what cannot be built, none where all is well."""
         found = []
         for f in fields(self):
@@ -121,13 +119,14 @@ def _listed(values):
 
 class Linear(nn.Linear):
     packed = None  # another form of the same matrix, while text is generated: see packed_weights
+    value = True  # False: what comes out is looked at by nobody, see engine.recompute
 
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None or torch.is_grad_enabled():
-            return matmul.linear(x, self.weight, self.bias)
+            return matmul.linear(x, self.weight, self.bias, self.value)
         return self.packed(x)
 
 
@@ -141,12 +140,17 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)  # of one type: the fused kernel wants it
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.rms_norm(x, self.weight, self.eps)
 
 
-def make_norm(c):
-    return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return matmul.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def make_norm(c: ModelConfig) -> nn.Module:
+    return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
 
 
 def rope_table(c: ModelConfig, device: torch.device | str | None = None) -> torch.Tensor:
@@ -188,7 +192,7 @@ def yarn_kept(c: ModelConfig, frequency: torch.Tensor) -> torch.Tensor:
     return 1 - ramp.clamp(0, 1)
 
 
-def rotate(x, rope):
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Turns (B, heads, T, D) by the positions of `rope` (2, T, D)."""
     left, right = x.chunk(2, dim=-1)
     return (x * rope[0] + torch.cat((-right, left), dim=-1) * rope[1]).type_as(x)
@@ -205,7 +209,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x, rope=None, cache=None, documents=None):
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, cache: "KVCache | None" = None, documents=None) -> torch.Tensor:
         B, T, _ = x.shape
         q = self.q(x).view(B, T, -1, self.head_dim)  # (B, T, H, D), of the heads that are here
         k = self.k(x).view(B, T, -1, self.head_dim)
@@ -230,12 +234,12 @@ class MLP(nn.Module):
         self.gate = Linear(c.n_embd, c.mlp_hidden, bias=c.bias) if c.mlp == "swiglu" else None
         self.down = Linear(c.mlp_hidden, c.n_embd, bias=c.bias)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            return self.down(matmul.swiglu(self.gate(x), self.up(x)))
         if self.kind == "relu2":
-            return self.down(F.relu(self.up(x)).square())
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+            return self.down(matmul.relu2(self.up(x)))
+        return self.down(matmul.gelu(self.up(x), "tanh" if self.kind == "gelu_tanh" else "none"))
 
 
 class Block(nn.Module):
@@ -244,10 +248,16 @@ class Block(nn.Module):
         self.norm1, self.attn = make_norm(c), Attention(c)
         self.norm2, self.mlp = make_norm(c), MLP(c)
         self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
+        self.recompute = "none"  # activation checkpointing, one of engine.recompute.KINDS
 
-    def forward(self, x, rope=None, cache=None, documents=None):
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None, cache: "KVCache | None" = None, documents=None) -> torch.Tensor:
         x = x + self.dropout(self.attn(self.norm1(x), rope, cache, documents))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        if self.recompute == "selective" and self.training:
+            return x + self.dropout(recompute.again(self.feed_forward, self, x, dropout=False))
+        return x + self.dropout(self.feed_forward(x))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
@@ -264,9 +274,8 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
-        self.recompute = False  # activation checkpointing: keep a block's input only, compute the rest again in the backward
 
-    def first_value(self, name, shape, seed):
+    def first_value(self, name: str, shape: tuple, seed: int) -> torch.Tensor:
         """A parameter's first value as in the GPT-2 paper, a function of (seed, its name) alone; on the CPU, the same bits for
         any device and layout."""
         if name.endswith("bias"):
@@ -277,16 +286,17 @@ class GPT(nn.Module):
         std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("o.weight", "down.weight")) else 0.02
         return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(derive_seed("init", seed, name)))
 
-    def first_values(self, seed):
+    def first_values(self, seed: int) -> dict:
         """{name: (shape, function of a slice that draws those rows)}: one parameter at a time is ever held whole."""
         return {name: (p.shape, lambda rows, name=name, shape=p.shape: self.first_value(name, shape, seed)[rows]) for name, p in self.named_parameters()}
 
     @torch.no_grad()
-    def init_weights(self, seed):
+    def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
             p.copy_(self.first_value(name, p.shape, seed))
 
-    def forward(self, tokens, targets=None, divisor=1.0, cache=None, last_only=False, documents=None, hits=None):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, divisor: float = 1.0, cache: "KVCache | None" = None,
+                last_only: bool = False, documents=None, hits: torch.Tensor | None = None) -> torch.Tensor:
         """tokens (B, T) int64, T <= block_size. documents: engine.attention's Documents, where rows hold several texts that
         must not see each other.
 
@@ -311,8 +321,8 @@ class GPT(nn.Module):
         if rope is not None and rope.dim() == 4:
             rope = rope.unsqueeze(2)  # (2, B, heads, T, D)
         for block in self.blocks:
-            if self.recompute and self.training:
-                x = checkpoint(block, x, rope, None, documents, use_reentrant=False)
+            if block.recompute == "block" and self.training:
+                x = recompute.again(block, block, x, rope, None, documents)
             else:
                 x = block(x, rope, cache, documents)
         if cache is not None:
@@ -341,7 +351,7 @@ class GPT(nn.Module):
             hits[at if self.context is None else documents.among_all(len(tokens))[at]] = found
         return loss
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         """Forward and backward, matrix products only: 6 per weight used, 4 where it is frozen, and attention's 12 L H D T (PaLM, appendix B)."""
         c = self.config
         used = [p for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight")]
@@ -357,7 +367,8 @@ class GPT(nn.Module):
 LOSS_CHUNK = 512
 
 
-def linear_cross_entropy(hidden, weight, targets, vocab_size, divisor=1.0, tensor=None, hits=None):
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, divisor: float = 1.0, tensor=None,
+                         hits: torch.Tensor | None = None) -> torch.Tensor:
     """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
 
     hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from

@@ -25,7 +25,7 @@ import torch
 from data.order import derive_seed
 from engine import checkpoint as ckpt
 from engine import config as settings
-from engine import hellaswag, processes
+from engine import hellaswag, processes, recompute
 from engine.communication import CommReport
 from engine.console import Console
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
@@ -99,6 +99,7 @@ def run_rank(argv, place, watch):
     with place.agreement():
         model_config = settings.make_model_config(config)
         items = hellaswag.read_items(config.hellaswag, config.hellaswag_items, tokenizer, config.block_size, config.vocab_size) if config.hellaswag else None
+        kinds = recompute.choose(config, precision.element)  # of activation checkpointing, one a block
         changed = check_resumable(resumed, config, feed, say) if resumed else []
         profiler, communication = (kind(config, place, resumed.step if resumed else 0) for kind in (Profiler, CommReport))
     with place.agreement():
@@ -128,7 +129,8 @@ def run_rank(argv, place, watch):
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
     add_adapters(model, config)  # with lora_rank they alone are trained
-    model.recompute = config.activation_checkpointing == "block"
+    for block, kind in zip(model.blocks, kinds):
+        block.recompute = kind
     if config.compile:
         processes.compile_blocks(model, device, say)
     if place.layout == "fsdp":
@@ -159,6 +161,8 @@ def run_rank(argv, place, watch):
         say(settings.table(config))
         tell_report(feed.train, run, config, say)
         say(describe(model, config, feed, place))
+        if config.activation_budget is not None:
+            say(recompute.describe(config, precision.element, kinds))
     if resumed:
         say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}{outlook(config, step)}")
         metrics.event(step, "resumed", changed=[[k, old, new] for k, old, new in changed])

@@ -113,7 +113,9 @@ class Config:
     deterministic: bool = False  # the same bits on 1, 2, 4, 8 processes: sums in a fixed order, 1 thread unless told
     reshard_after_forward: bool = True  # fsdp: free a block's gathered parameters until its backward
     cpu_offload: bool = False  # fsdp: shards live in CPU memory
-    activation_checkpointing: str = "none"  # none | block: compute a block again in the backward instead of keeping it
+    # none | selective: compute a block's MLP again in the backward instead of keeping what is in it | block: the whole block
+    activation_checkpointing: str = "none"
+    activation_budget: float | None = None  # GB a device for what a micro-batch keeps for its backward: each block gets the cheapest of these that fits
     check_replicas_interval: int = 0  # updates between comparisons of the replicas' parameters (0: none)
     collective_seconds: int = 300  # how long a collective of a step may wait for a late rank before the run is given up
 
@@ -196,7 +198,7 @@ CHOICES = {
     "backend": ("auto", "nccl", "gloo"),
     "attention": ("auto", "plain"),
     "parallel": ("auto", "single", "ddp", "fsdp"),
-    "activation_checkpointing": ("none", "block"),
+    "activation_checkpointing": ("none", "selective", "block"),
 }
 AT_LEAST = {
     "max_iters": 0, "batch_size": 1, "total_batch_size": 1, "gradient_accumulation_steps": 1, "warmup_iters": 0,
@@ -388,6 +390,11 @@ def check_ranges(config):
         problems.append("out_dir is empty: expected the path of the run's folder, such as out/run")
     if c.optimizer == "muon" and c.learning_rate == 0:
         problems.append("learning_rate=0 with optimizer=muon, whose rate follows it: expected a number above 0")
+    if c.activation_budget is not None and c.activation_budget <= 0:
+        problems.append(f"activation_budget={c.activation_budget:g}: expected GB above 0, such as 20")
+    if c.activation_budget is not None and c.activation_checkpointing != "none":
+        problems.append(f"activation_checkpointing={c.activation_checkpointing} and activation_budget={c.activation_budget:g}, which chooses it block by "
+                        "block: leave one of the two out (activation_checkpointing=none where a config file has it)")
     if c.lora_alpha is not None and c.lora_alpha <= 0:
         problems.append(f"lora_alpha={c.lora_alpha}: expected a number above 0, such as 2 * lora_rank")
     if c.lora_rank > 0 and "init_from" not in c.given:

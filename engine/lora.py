@@ -32,7 +32,7 @@ class LoraLinear(Linear):
         # its two gradients meet here, in the computing type, before they meet others': FSDP's hook on the input of a group's first Linear, which
         # is q, would make another order of that sum, and other bits than one process has
         kind = x.device.type
-        x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x.view_as(x)
+        x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else matmul.same(x.view_as(x), x)
         return torch.add(super().forward(x), matmul.linear(matmul.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 

@@ -1,9 +1,16 @@
-"""Products of activations and weight matrices, on a CPU by oneDNN.
+"""Products of activations and weight matrices, on a CPU by oneDNN, and what they keep for their backward.
 
 torch's own float32 products on x86 go to MKL, which takes AVX2 on processors that are not Intel's, however wide their units are:
 on a Zen 5, oneDNN reaches twice its speed (450 to 500 GFLOP/s on two cores, MKL 210; measured for GPT-2's shapes), elsewhere about
 the same. Float32 in, float32 sums, float32 out: only the order of a sum differs.
+
+A product's backward needs its input again. Where that is the output of a norm or of an activation function, whose own inputs are kept anyway,
+it is made again from those, to the same bits, in a few percent of the product's time: 6 of the 16 (B, T, C) that a GPT-2 block keeps are spared.
+(On a GPU the compiler does that.)
 """
+
+import ctypes
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +18,24 @@ from torch.autograd.function import once_differentiable
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 SMALLEST = 1 << 21  # multiplications from which a product is worth oneDNN's 12 us a call
+WORTH = 1 << 20  # elements from which a tensor is made again: smaller ones stay in the cache, and cost more time than they are worth
 SLICE = 4096  # columns of a wide product that are made at a time: what is freed and taken again stays in the heap (glibc maps more than 32 MB anew)
 
 
-def multiply(x, weight, bias=None):
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed for what is allocated next. Left alone it gives large pieces back to the system, and a page that is new has to be
+    cleared first: 8% of the CPU time of a GPT-2 124M block at 8 x 1024 tokens. Other systems' allocators are left alone."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for threshold in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            libc.mallopt(threshold, 2**31 - 1)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (..., K) weight^T (N, K) + bias, of CPU float32 tensors of any strides."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-def serves(x, other, columns):
+def serves(x: torch.Tensor, other: torch.Tensor, columns: int) -> bool:
     """Whether a product of x (..., K) that has so many columns goes to oneDNN: it is there, it pays, and plain values are asked for, not a
     compiler's trace, another device or type, or shards. A function of shapes and settings alone, as last bits must be."""
     return (x.device.type == "cpu" and x.dtype == other.dtype == torch.float32 and x.numel() * columns >= SMALLEST
@@ -27,39 +43,177 @@ def serves(x, other, columns):
             and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling())
 
 
-def linear(x, weight, bias=None):
-    """torch.nn.functional.linear."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, value: bool = True) -> torch.Tensor:
+    """torch.nn.functional.linear. value=False: only its place in autograd's graph is asked for, and what it returns has no values."""
     if not serves(x, weight, weight.size(0)):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    remade, inputs = getattr(x, "remade", (None, ()))
+    return _Linear.apply(x, weight, bias, value, remade, inputs)
 
 
-def mm(x, weight):
+def mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (N, K) weight (K, M), with no gradient."""
     return multiply(x, weight.t()) if serves(x, weight, weight.size(1)) else x @ weight
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return multiply(x, weight, bias)
+    def forward(ctx, x, weight, bias, value, remade, inputs):
+        ctx.remade, keep = remade, ctx.needs_input_grad[1]
+        if remade and keep:
+            remade.readers += 1
+        ctx.save_for_backward(weight, *((inputs if remade else (x,)) if keep else ()))
+        return multiply(x, weight, bias) if value else x.new_empty(*x.shape[:-1], weight.size(0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        weight, *kept = ctx.saved_tensors
+        rows, d_x, d_weight, d_bias = d_out.flatten(0, -2), None, None, None
+        if ctx.needs_input_grad[1]:
+            x = ctx.remade(*kept) if ctx.remade else kept[0]
+            d_weight = multiply(rows.t(), x.flatten(0, -2).t())
+            del x
+        if ctx.needs_input_grad[0]:
+            d_x = multiply(rows, weight.t()).view(*d_out.shape[:-1], -1)
+        if ctx.needs_input_grad[2]:
+            d_bias = rows.sum(0)
+        return d_x, d_weight, d_bias, None, None, None
+
+
+class Remade:
+    """A tensor that the products which read it do not keep: in their backward the first makes it again by `function`, to the same bits, and the
+    last lets it go."""
+
+    def __init__(self, function):
+        self.function, self.readers, self.left, self.value = function, 0, 0, None
+
+    def __call__(self, *inputs):
+        if self.value is None:
+            self.value, self.left = self.function(*inputs), self.readers
+        value, self.left = self.value, self.left - 1
+        if not self.left:
+            self.value = None
+        return value
+
+
+def cheap(out: torch.Tensor, function: Callable, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """Says of `out`, the value of function(*inputs), that products which read it may keep the inputs instead; returns it. The function holds
+    no tensors of its own: a parameter that FSDP gathers is another one in the backward."""
+    if out.numel() >= WORTH and keeps(out):
+        out.remade = Remade(function), inputs
+    return out
+
+
+def same(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`view`, a view of all of x, of which is said what cheap() says of x."""
+    if hasattr(x, "remade"):
+        view.remade = x.remade
+    return view
+
+
+def keeps(*tensors: torch.Tensor) -> bool:
+    """Whether autograd keeps something of an operation on these, and they are ordinary CPU float32 tensors in eager code that asks for no
+    other type."""
+    return (torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+            and all(t.device.type == "cpu" and t.dtype == torch.float32 and type(t) in PLAIN for t in tensors))
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """torch.nn.functional.layer_norm over the last dimension."""
+    def function(x, weight, bias):
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return cheap(function(x, weight, bias), function, x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """torch.nn.functional.rms_norm over the last dimension."""
+    def function(x, weight):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if not keeps(x, weight):
+        return function(x, weight.type_as(x))  # of one type: the fused kernel wants it
+    return cheap(_RMSNorm.apply(x, weight, eps, function), function, x, weight)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (arXiv 2002.05202)."""
+    if not keeps(gate, up):
+        return F.silu(gate) * up
+    return cheap(_SwiGLU.apply(gate, up), _SwiGLU.function, gate, up)
+
+
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    """The square of relu(up)."""
+    if not keeps(up):
+        return F.relu(up).square()
+    return cheap(_ReLU2.apply(up), _ReLU2.function, up)
+
+
+def gelu(up: torch.Tensor, approximate: str) -> torch.Tensor:
+    """torch.nn.functional.gelu."""
+    def function(up):
+        return F.gelu(up, approximate=approximate)
+    return cheap(function(up), function, up)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """torch's own keeps its output too on a CPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, function):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return function(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
         x, weight = ctx.saved_tensors
-        rows, d_x, d_weight, d_bias = d_out.flatten(0, -2), None, None, None
-        if ctx.needs_input_grad[0]:
-            d_x = multiply(rows, weight.t()).view(*d_out.shape[:-1], -1)
+        scale = x.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed, d_weight = x * scale, None
         if ctx.needs_input_grad[1]:
-            d_weight = multiply(rows.t(), x.flatten(0, -2).t())
-        if ctx.needs_input_grad[2]:
-            d_bias = rows.sum(0)
-        return d_x, d_weight, d_bias
+            d_weight = (d_out * normed).flatten(0, -2).sum(0)
+        d = d_out * weight
+        along = (d * normed).mean(-1, keepdim=True)
+        return d.sub_(normed.mul_(along)).mul_(scale), d_weight, None, None
 
 
-def product_into(out, x, weight):
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def function(gate, up):
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return _SwiGLU.function(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
+        return d_gate, F.silu(gate).mul_(d_out)
+
+
+class _ReLU2(torch.autograd.Function):
+    @staticmethod
+    def function(up):
+        return F.relu(up).square_()
+
+    @staticmethod
+    def forward(ctx, up):
+        ctx.save_for_backward(up)
+        return _ReLU2.function(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        up, = ctx.saved_tensors
+        return F.relu(up).mul_(2).mul_(d_out)
+
+
+def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """out (N, V) = x (N, K) weight^T (V, K), without a second (N, V)."""
     if not serves(x, weight, len(weight)):
         return torch.mm(x, weight.t(), out=out)
@@ -68,7 +222,7 @@ def product_into(out, x, weight):
     return out
 
 
-def add_outer(total, y, x):
+def add_outer(total: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """total (V, K) + y^T (N, V) x (N, K), in place; a new tensor where total is None."""
     if not serves(x, y, y.size(1)):
         return torch.mm(y.t(), x) if total is None else total.addmm_(y.t(), x)

@@ -15,6 +15,7 @@ import torch
 from data.shards import TokenDataset, find_dataset
 from data.sources import open_source
 from engine import config as settings
+from engine import recompute
 from engine.errors import UserError
 from engine.families import open_weights
 from engine.feed import read_folders
@@ -38,11 +39,11 @@ GPU_MEMORY = {"B300": 288, "B200": 180, "H200": 141, "H100 PCIe": 80, "H100": 80
               "L40": 48, "L4": 24, "A10G": 24, "A10": 24, "V100": 32, "T4": 16, "RTX 5090": 32, "RTX 4090": 24, "RTX 3090": 24}
 
 
-def plan(config, world):
+def plan(config, world: int) -> dict:
     """What a run of a loaded Config takes on `world` processes of the GPU config.plan_gpu, as a dict; sizes in bytes.
 
     memory: {kind: bytes on the busiest device, rank 0's}. Weights, gradients and optimizer are exact; what is worked with beside
-    them, activations and logits are estimates (see working_bytes, activation_bytes, logit_bytes). on_host: the kinds that cpu_offload
+    them, activations and logits are estimates (see working_bytes, recompute.peak_bytes, logit_bytes). on_host: the kinds that cpu_offload
     moves there. shards: [(weights, gradients, optimizer)] of each rank of a replica, exact. sent: {"collective of kind": bytes that a rank
     sends in one update}, with rings (see sent_bytes). checkpoint: exact but for some KB of names. hours: at ASSUMED_MFU.
     UserError where the settings do not fit together, or not that many processes.
@@ -77,12 +78,13 @@ def plan(config, world):
         weights, of_trained = (4 * sum(held(here[n], place.shards, index) for n in names) for names in (here, trained))
         of_optimizer = 4 * sum(held(cut(n.rpartition(".")[0], shape, place.tp), place.shards, index) for n, shape in state.items())
         shards += [(weights, of_trained, of_optimizer)] * place.tp
-    element = precision.autocast.itemsize if precision.autocast else 4
+    element = precision.element
     memory = dict(zip(EXACT, shards[0]))
     memory["working copies"] = working_bytes(c, place, linears, root, element)
     if c.deterministic:
         memory["sums in order"] = tree_bytes(memory["gradients"], c.micro_batches // place.groups, place)
-    memory["activations"] = activation_bytes(c, element)
+    kinds = recompute.choose(c, element)
+    memory["activations"] = recompute.peak_bytes(c, element, kinds)
     memory["logits"] = logit_bytes(model, c, element)
     flops = model.flops_per_token() * c.total_batch_size * c.max_iters
     peak = peaks[precision.dtype] * 1e12
@@ -92,7 +94,8 @@ def plan(config, world):
         "batch": (c.micro_batches, c.batch_size, c.block_size), "tokens_per_update": c.total_batch_size, "updates": c.max_iters, "how_long": how_long,
         "tokens": c.total_batch_size * c.max_iters, "flops_per_token": model.flops_per_token(), "flops": flops,
         "memory": memory, "on_host": EXACT if c.cpu_offload and place.layout == "fsdp" else (), "shards": shards,
-        "sent": sent_bytes(c, place, linears, root, element, norms),
+        "recompute": kinds,
+        "sent": sent_bytes(c, place, kinds, linears, root, element, norms),
         "checkpoint": 4 * sum(math.prod(s) for s in (*shapes.values(), *state.values())),
         "gpu": c.plan_gpu, "gpu_memory": GPU_MEMORY[c.plan_gpu] * 10**9, "peak": peak, "hours": flops / (world * peak * ASSUMED_MFU) / 3600,
     }
@@ -219,40 +222,6 @@ def tree_bytes(gradient_bytes, each, place):
     return gradient_bytes * (waiting + (3 if place.layout == "ddp" and place.ranks > 1 else 0))
 
 
-def activation_bytes(c, element):
-    """What autograd keeps of one micro-batch's forward for its backward; an estimate.
-
-    Counted tensor by tensor as Korthikanti and others do (arXiv 2205.05198, section 4.1), for this block: attention is never
-    written out (the 5 a s^2 b of the paper is not there), the residual stream is float32. For each token, with e = `element`
-    bytes (2 under autocast, else 4), C channels, H and K heads of size D, F = mlp_hidden:
-
-        inputs of the two norms            2 * 4 C
-        their outputs, as products read them   2 * e C         (eager autocast makes a copy for each product: 3 e C and, swiglu, 2 e C)
-        q, k, v, attention's output        e (2 H + 2 K) D + 4 H    (qk_norm: e (H + K) D more, the norms' inputs)
-        mlp                                e F * 2 (gelu, relu2) or 4 (swiglu)
-        dropout's masks                    2 C
-        adapters                           e lora_rank for each
-
-    and after the last block its norm's input, and the hidden state's gradient, which the loss makes at once, in float32. Activation
-    checkpointing keeps each block's input, 4 C, and one block in full. torch.compile keeps less: it computes cheap parts again.
-
-    Context parallelism leaves a rank 1 / cp of the tokens; of those, tensor parallelism leaves it 1 / tp of everything but what products
-    read and the last norm's input.
-    """
-    C, F, H, K, D = c.n_embd, c.mlp_hidden, c.n_head, c.n_kv_head, c.head_dim
-    eager = element < 4 and c.compile is False
-    products = (3 if eager else 1) + (2 if eager and c.mlp == "swiglu" else 1)
-    of_heads = element * (2 * H + 2 * K) * D + 4 * H
-    of_heads += element * (H + K) * D if c.qk_norm else 0
-    of_heads += element * F * (4 if c.mlp == "swiglu" else 2)
-    stream = 8 * C + (2 * C if c.dropout else 0)
-    block = (stream + of_heads) / c.tp + products * element * C
-    block += element * c.lora_rank * len(c.lora_targets.split(",")) if c.lora_rank else 0
-    block += (2 * 4 * C if c.tp > 1 else 0) / c.tp  # the norms' outputs before they are gathered
-    blocks = 4 * C * c.n_layer / c.tp + block if c.activation_checkpointing == "block" else block * c.n_layer
-    return round(c.batch_size * c.block_size / c.cp * (blocks + (4 + 4) * C))
-
-
 def logit_bytes(model, c, element):
     """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
     and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
@@ -262,7 +231,7 @@ def logit_bytes(model, c, element):
     return chunk * rows * (4 + (2 * element if element < 4 else 0)) + rows * columns * (gradient + (element if element < 4 else 0))
 
 
-def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
+def sent_bytes(c, place, kinds, linears, root, element, norms) -> dict[str, int]:
     """{"collective of kind": bytes that one rank sends in an update}, counted for rings: (n-1)/n of a buffer for an all-gather or a
     reduce-scatter over n ranks, twice that for an all-reduce (Patarasuk and Yuan, 2009).
 
@@ -278,18 +247,18 @@ def sent_bytes(c, place, linears, root, element, norms) -> dict[str, int]:
 
     each, n, sent = c.micro_batches // place.groups, place.shards, Counter()
     if place.cp > 1:  # gathered for the forward (twice where it is computed again) and for the backward
-        whole = element * c.n_layer * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
-        times = 3 if c.activation_checkpointing == "block" else 2
-        sent["all-gather of keys and values"] += each * ring(place.cp) * times * whole
-        sent["reduce-scatter of keys and values"] += each * ring(place.cp) * whole
+        of_block = element * c.batch_size * c.block_size * 2 * c.n_kv_head // place.tp * c.head_dim
+        sent["all-gather of keys and values"] += each * ring(place.cp) * (2 * c.n_layer + kinds.count("block")) * of_block
+        sent["reduce-scatter of keys and values"] += each * ring(place.cp) * c.n_layer * of_block
     if place.tp > 1:
         tokens = c.batch_size * c.block_size // place.cp
         whole = 4 * tokens * c.n_embd
         # a sub-layer gathers its tokens and scatters its sums, in the backward the other way round; the embeddings scatter theirs
         forward, embeddings = 2 * c.n_layer, 1 if c.pos == "rope" else 1 + 1 / c.batch_size
-        again = forward if c.activation_checkpointing == "block" else 0  # which ends before a block's last scatter
+        scatters = kinds.count("block")  # what is made again ends before a block's last scatter
+        again = 2 * scatters + kinds.count("selective")
         sent["all-gather of activations"] += each * ring(place.tp) * ((2 * forward + again + embeddings + 1) * whole + 4 * tokens * place.tp)
-        sent["reduce-scatter of activations"] += each * ring(place.tp) * (2 * forward + again / 2 + embeddings) * whole
+        sent["reduce-scatter of activations"] += each * ring(place.tp) * (2 * forward + scatters + embeddings) * whole
         sent["all-reduce of activations"] += each * 2 * ring(place.tp) * (whole + 4)
         # of norms, from each rank's tokens
         sent["all-reduce of gradients"] += each * 2 * ring(place.tp) * 4 * sum(math.prod(p.shape) for p in with_gradients(norms))
@@ -328,7 +297,7 @@ def muon_bytes(linears, ranks, shards):
 # ---------------------------------------------------------------------------------------------------------- showing it
 
 
-def print_plan(config, say):
+def print_plan(config, say) -> None:
     """Says what a run of a loaded Config takes on config.plan processes."""
     p = plan(config, config.plan)
     memory, room, kinds = p["memory"], p["gpu_memory"], []
@@ -359,6 +328,9 @@ def print_plan(config, say):
         alike = {held: [r for r, other in enumerate(p["shards"]) if other == held] for held in p["shards"]}
         lines.append("weights, gradients and optimizer of a replica's ranks: " + "; ".join(
             f"{ranks[0]} to {ranks[-1]}: {', '.join(map(size, held))}" for held, ranks in alike.items()))
+    if config.activation_budget is not None:
+        kinds = p["recompute"]
+        lines.append("activation checkpointing by activation_budget, of blocks: " + ", ".join(f"{kinds.count(k)} {k}" for k in recompute.KINDS if k in kinds))
     lines.append("sent by a rank in an update: " + (", ".join(f"{size(b)} ({kind})" for kind, b in p["sent"].items()) or "nothing"))
     lines.append(f"a checkpoint    {size(p['checkpoint'])} on disk")
     say("\n".join(lines))
@@ -367,8 +339,8 @@ def print_plan(config, say):
 def what_helps(c, p):
     """Settings that lower the memory a device needs, the cheapest first."""
     found = [f"batch_size={c.batch_size // 2}"] if c.batch_size > 1 else []
-    if c.activation_checkpointing == "none":
-        found.append("activation_checkpointing=block")
+    if c.activation_budget is None and c.activation_checkpointing != "block":
+        found.append(f"activation_checkpointing={'selective or ' if c.activation_checkpointing == 'none' else ''}block")
     if p["layout"] != "fsdp":
         found.append("parallel=fsdp")
     elif p["replicas"] > 1:

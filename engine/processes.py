@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import attention, context_parallel
+from engine import attention, context_parallel, matmul
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
 from engine.recovery import job_seconds
@@ -276,6 +276,11 @@ class Precision:
     autocast: torch.dtype | None
     loss_scaling: bool
 
+    @property
+    def element(self):
+        """Bytes of a number that matrix products read."""
+        return self.autocast.itemsize if self.autocast else 4
+
     def context(self, device_type):
         return torch.autocast(device_type, self.autocast) if self.autocast else contextlib.nullcontext()
 
@@ -300,6 +305,8 @@ def use_device(config):
     device = choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        matmul.keep_freed_memory()
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = choose_precision(device.type, config.dtype, bf16)
     if device.type == "cuda":

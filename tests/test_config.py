@@ -50,7 +50,8 @@ def test_one_is_accepted_for_a_float_and_a_bool(load):
     ("--lr_schedule=cosin", ["cosine, wsd, linear, constant", "did you mean cosine?"]), ("--batch_size=0", ["at least 1"]),
     ("--keep_last=0", ["-1 for all"]), ("--keep_last=-2", ["-1 for all"]), ("--beta2=1", ["beta2=1.0"]), ("--dtype=fp8", ["bfloat16"]),
     ("--total_batch_size=100", ["batch_size * block_size = 4 * 8 = 32", "96 or 128 would work"]),
-    ("--total_batch_size=10", ["total_batch_size=32 would work"]), ("--decay_fraction=0", ["decay_fraction"]), ("--seed=-1", ["seed"])])
+    ("--total_batch_size=10", ["total_batch_size=32 would work"]), ("--decay_fraction=0", ["decay_fraction"]), ("--seed=-1", ["seed"]),
+    ("--activation_checkpointing=selectiv", ["none, selective, block", "did you mean selective?"]), ("--activation_budget=0", ["GB above 0"])])
 def test_a_mistake_on_the_command_line_is_one_sentence(load, argument, words):
     sentences = refused(load, argument)
     assert len(sentences) == 1 and all(w in sentences[0] for w in words), sentences
@@ -64,6 +65,11 @@ def test_a_mistake_on_the_command_line_is_one_sentence(load, argument, words):
 def test_a_mistake_in_a_config_file_is_one_sentence_with_the_file(load, text, words):
     sentences = refused(load, text=text)
     assert len(sentences) == 1 and all(w in sentences[0] for w in words), sentences
+
+
+def test_a_budget_of_activations_chooses_alone(load):
+    assert "leave one of the two out" in refused(load, "--activation_budget=3", "--activation_checkpointing=block")[0]
+    assert load("--activation_budget=3", "--activation_checkpointing=none").activation_budget == 3
 
 
 def test_several_mistakes_are_told_at_once(load):

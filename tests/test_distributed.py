@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def run_layouts(folder, data, layouts, variants):
 def default_runs(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     run_layouts(folder, data, LAYOUTS, {"plain": BASE, "dropout": {**BASE, "dropout": 0.1}})
-    less = {"recompute": {**BASE, "dropout": 0.1, "activation_checkpointing": "block"}}
+    less = {kind: {**BASE, "dropout": 0.1, "activation_checkpointing": kind} for kind in ("selective", "block")}
     run_layouts(folder, data, {n: LAYOUTS[n] for n in ("single", "ddp2", "fsdp2")}, less)
     run_layouts(folder, data, {"offloaded": (2, dict(parallel="fsdp", cpu_offload=True)), "gathered": (2, dict(parallel="fsdp", reshard_after_forward=False))}, {"plain": BASE})
     run_layouts(folder, data, {"single": (1, {}), "ddp3": (3, {}), "fsdp3": (3, dict(parallel="fsdp"))}, {"24": {**BASE, "total_batch_size": 24 * 32}})
@@ -57,9 +58,29 @@ def test_where_shards_live_changes_nothing(layout, default_runs):
     assert_close(curve(default_runs / layout), curve(default_runs / "single-plain"))
 
 
+@pytest.mark.parametrize("kind", ["selective", "block"])
 @pytest.mark.parametrize("layout", ["single", "ddp2", "fsdp2"])
-def test_computing_activations_again_changes_nothing(layout, default_runs):
-    assert_close(curve(default_runs / f"{layout}-recompute"), curve(default_runs / "single-dropout"), rel=1e-6 if layout == "single" else 1e-5)
+def test_computing_activations_again_changes_nothing(layout, kind, default_runs):
+    assert_close(curve(default_runs / f"{layout}-{kind}"), curve(default_runs / "single-dropout"), rel=0 if layout == "single" else 1e-5)
+
+
+def test_a_budget_of_activations_changes_nothing_and_says_what_it_came_to(data, default_runs, tmp_path):
+    result = train(tmp_path / "run", data, **{**BASE, "dropout": 0.1, "activation_budget": 0.00013})
+    assert curve(tmp_path / "run") == curve(default_runs / "single-dropout") and "of 2 blocks, activation checkpointing is 1 none, 1 block;" in result.out
+    result = train(tmp_path / "none", data, expect=2, **{**BASE, "activation_budget": 0.00001})
+    assert len(result.errors) == 1 and "activation_budget=1e-05 GB" in result.errors[0] and not (tmp_path / "none").exists()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("layout", [{}, dict(parallel="fsdp")], ids=["single", "fsdp2"])
+def test_compiled_blocks_compute_again_to_the_eager_curve(layout, data, tmp_path):
+    n, settings = 2 if layout else 1, dict(max_iters=6, n_layer=3, dropout=0.0, learning_rate=1e-3)
+    several(n, [(tmp_path / "eager", data, {**settings, **layout}),
+                *[(tmp_path / kind, data, {**settings, **layout, "compile": True, "activation_checkpointing": kind}) for kind in ("selective", "block")],
+                (tmp_path / "budget", data, {**settings, **layout, "compile": True, "activation_budget": 0.00015})])
+    for kind in ("selective", "block", "budget"):
+        assert_close(curve(tmp_path / kind), curve(tmp_path / "eager"))
 
 
 @pytest.mark.parametrize("layout", ["ddp3", "fsdp3"])
@@ -148,7 +169,8 @@ def test_a_deterministic_run_goes_on_under_other_layouts_to_the_same_bits(data, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     several(1, [(whole, data, {**settings, "max_iters": 8})])
     several(1, [(parts, data, {**settings, "max_iters": 2})])
-    several(2, [(parts, data, {**settings, "max_iters": 3}), (parts, data, {**settings, "max_iters": 4, "parallel": "fsdp"})])
+    several(2, [(parts, data, {**settings, "max_iters": 3, "activation_checkpointing": "block"}),
+                (parts, data, {**settings, "max_iters": 4, "parallel": "fsdp", "activation_checkpointing": "selective"})])
     several(4, [(parts, data, {**settings, "max_iters": 5, "parallel": "fsdp"}), (parts, data, {**settings, "max_iters": 6, "parallel": "fsdp", "dp_replicate": 2})])
     several(1, [(parts, data, {**settings, "max_iters": 8})])
     assert curve(whole) == curve(parts) and tensors(whole, 8) == tensors(parts, 8)

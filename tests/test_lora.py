@@ -30,7 +30,7 @@ VARIANTS = {
 }
 LAYOUTS = {  # name: (processes, settings, variants)
     "single": (1, {}, ["plain", "fixed", "fixed-few", "fixed-bfloat16"]),
-    "ddp2": (2, dict(parallel="ddp"), ["plain", "fixed"]), "offload2": (2, dict(parallel="fsdp", cpu_offload=True), ["plain"]),
+    "ddp2": (2, dict(parallel="ddp"), ["plain", "fixed"]), "offload2": (2, dict(parallel="fsdp", cpu_offload=True, activation_checkpointing="selective"), ["plain"]),
     "fsdp2": (2, dict(parallel="fsdp"), ["recompute", "fixed", "fixed-few", "fixed-bfloat16"]),
     "ddp4": (4, dict(parallel="ddp"), ["fixed"]), "fsdp4": (4, dict(parallel="fsdp"), ["plain", "fixed", "fixed-few"]),
     "hsdp2x2": (4, dict(parallel="fsdp", dp_replicate=2), ["plain", "fixed"]),

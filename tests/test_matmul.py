@@ -55,6 +55,41 @@ def test_wide_products_in_slices_are_the_whole():
     assert torch.allclose(matmul.mm(out, weight), out @ weight, rtol=1e-4, atol=1e-2)
 
 
+NATIVE = {
+    "rms_norm": (lambda x, w: matmul.rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), [(8, 33, 96), (96,)]),
+    "layer_norm": (lambda x, w: matmul.layer_norm(x, w, None, 1e-6), lambda x, w: F.layer_norm(x, w.shape, w, None, 1e-6), [(8, 33, 96), (96,)]),
+    "swiglu": (matmul.swiglu, lambda gate, up: F.silu(gate) * up, [(8, 33, 96)] * 2), "relu2": (matmul.relu2, lambda up: F.relu(up).square(), [(8, 33, 96)]),
+    "gelu": (lambda up: matmul.gelu(up, "tanh"), lambda up: F.gelu(up, approximate="tanh"), [(8, 33, 96)]),
+}
+
+
+@onednn
+@pytest.mark.parametrize("name", NATIVE)
+def test_what_is_made_again_is_torchs_and_keeps_nothing_else(name, monkeypatch):
+    """Values and gradients of an operation and of the two products that read it; what autograd keeps are its inputs and the weights."""
+    ours, native, shapes = NATIVE[name]
+    torch.manual_seed(0)
+    values, weights, found = [torch.randn(s) for s in shapes], [torch.randn(128, 96), torch.randn(96, 96)], []
+    for function, worth in ((native, 1 << 60), (ours, 1 << 60), (ours, 0)):
+        monkeypatch.setattr(matmul, "WORTH", worth)
+        leaves, kept = [t.clone().requires_grad_() for t in (*values, *weights)], {}
+
+        def pack(t):
+            kept[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            read = function(*leaves[:-2])
+            out = [matmul.linear(read, w) for w in leaves[-2:]]
+        for _ in range(2):  # a second backward makes it again
+            sum(o.square().sum() for o in out).backward(retain_graph=True)
+        found.append((read.detach(), *[t.grad for t in leaves]))
+        large = [t for t in kept.values() if t.numel() == read.numel() and t.data_ptr() not in [v.data_ptr() for v in leaves]]
+    for theirs, kept_ours, remade in zip(*found, strict=True):
+        assert torch.equal(kept_ours, remade) and (remade - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+    assert not large and read.remade[0].value is None
+
+
 def test_small_other_typed_and_compiled_ones_are_left_to_torch():
     x, weight = torch.randn(8, 16), torch.randn(16, 16)
     assert not matmul.serves(x, weight, 16)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import model as model_module
+from engine import matmul
 from engine.families import open_weights
 from model import GPT, IGNORE, KVCache, ModelConfig, complete, generate, linear_cross_entropy, packed_weights, pick
 from sample import load_model
@@ -110,6 +111,58 @@ def test_the_chunked_loss_is_the_cross_entropy_of_the_logits(shape, monkeypatch)
         if "attn.k.bias" in name:
             continue  # zero but for rounding: softmax does not see a shift of all scores
         assert (ours[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max() + 1e-7, name
+
+
+def test_a_loss_of_many_chunks_is_that_of_full_logits_to_a_millionth():
+    """Values and both gradients; another file has tensor parallelism's to 1e-5, half precision's is below."""
+    torch.manual_seed(0)
+    hidden, weight, vocab = torch.randn(1200, 64), torch.randn(3008, 64) * 0.2, 3000
+    target, found = torch.randint(0, vocab, (1200,)), []
+    target[::7] = IGNORE
+    assert len(hidden) > 2 * model_module.LOSS_CHUNK
+    for whole in (False, True):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = F.cross_entropy((h @ w.t())[:, :vocab], target, ignore_index=IGNORE, reduction="sum") / 1000 if whole else \
+            linear_cross_entropy(h, w, target, vocab, 1000)
+        loss.backward()
+        found.append((loss.detach(), h.grad, w.grad))
+    for ours, full in zip(*found, strict=True):
+        assert (ours - full).abs().max() <= 1e-6 * full.abs().max()
+
+
+def gradients(shape, kinds, x):
+    model = noisy(build(**shape)).train()
+    for block, block_kind in zip(model.blocks, kinds):
+        block.recompute = block_kind
+    torch.manual_seed(3)
+    loss = model(x, x, divisor=100)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("worth", [0, 1 << 60])
+@pytest.mark.parametrize("shape", [*SHAPES, "dropout"])
+def test_what_is_computed_again_is_computed_to_the_same_bits(shape, worth, monkeypatch):
+    """Activation checkpointing of every kind, and what products make again by themselves where it is large."""
+    settings, x = {**SHAPES.get(shape, dict(dropout=0.2)), "n_embd": 64}, tokens(20, 32)
+    assert matmul.serves(torch.empty(20, 32, 64), torch.empty(64, 64), 64) == torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(matmul, "WORTH", 1 << 60)
+    expected = gradients(settings, ["none"] * 3, x)
+    monkeypatch.setattr(matmul, "WORTH", worth)
+    for kinds in (["none"] * 3, ["selective"] * 3, ["block"] * 3, ["block", "selective", "none"]):
+        found = gradients(settings, kinds, x)
+        assert all(torch.equal(found[name], g) for name, g in expected.items()), kinds
+
+
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_computing_again_spares_the_last_product_and_selective_spares_attention(kind, monkeypatch):
+    calls, attend, multiply = [], model_module.attend, matmul.multiply
+    monkeypatch.setattr(model_module, "attend", lambda *a, **k: calls.append("attention") or attend(*a, **k))
+    monkeypatch.setattr(matmul, "multiply", lambda x, w, bias=None: calls.append(tuple(w.shape)) or multiply(x, w, bias))
+    gradients(dict(n_embd=64, n_layer=1), [kind], tokens(20, 32))
+    assert calls.count("attention") == {"selective": 1, "block": 2}[kind]
+    if torch.backends.mkldnn.is_available():
+        assert calls.count((256, 64)) == 2 + 1 and calls.count((64, 256)) == 1 + 1  # up: twice; both: the input's gradient of the other
 
 
 def test_no_label_at_all_is_a_loss_of_zero_and_no_gradient():

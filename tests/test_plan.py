@@ -14,7 +14,9 @@ import torch
 
 from conftest import ROOT, TINY, as_args, curve, records, run_script, steps, torchrun
 from engine.config import Config, load_config, make_model_config, resolve
-from engine.plan import activation_bytes, plan, size
+from engine.errors import UserError
+from engine.plan import plan, size
+from engine.recompute import KINDS, choose, kept_bytes, peak_bytes
 from model import GPT
 
 # every rung: processes, layout, the smallest GPU that it says it needs, and the processes and the mesh of its rehearsal
@@ -55,12 +57,12 @@ COUNTED = {  # processes: {name: settings}
     2: {"ddp": {}, "ddp-muon": dict(optimizer="muon"), "ddp-lora": LORA, "fsdp-lora": dict(parallel="fsdp", **LORA, **MODERN), "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
         "ddp-deterministic": dict(deterministic=True, total_batch_size=24 * 30)},
     4: {"ddp": {}, "fsdp": dict(parallel="fsdp", activation_checkpointing="block", dropout=0.1),
-        "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),
+        "fsdp-kept": dict(parallel="fsdp", reshard_after_forward=False, activation_checkpointing="selective"), "fsdp-deterministic": dict(parallel="fsdp", deterministic=True, **MODERN),
         "hsdp-lora-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True, optimizer="muon", lora_targets="q,up", **LORA),
         "hsdp": dict(parallel="fsdp", dp_replicate=2), "hsdp-deterministic": dict(parallel="fsdp", dp_replicate=2, deterministic=True),
-        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", **MODERN),
+        "fsdp-muon": dict(parallel="fsdp", optimizer="muon", activation_checkpointing="selective", **MODERN),
         "cp4": dict(cp=4, **LONGER), "cp2-fsdp": {**LONGER, **MODERN, "cp": 2, "parallel": "fsdp", "activation_checkpointing": "block"},
-        "tp2-cp2": {**LONGER, **MODERN, "tp": 2, "cp": 2, "bias": True}, "tp2-fsdp": dict(tp=2, activation_checkpointing="block", **LONGER)},
+        "tp2-cp2": {**LONGER, **MODERN, "tp": 2, "cp": 2, "bias": True, "activation_checkpointing": "selective"}, "tp2-fsdp": dict(tp=2, activation_checkpointing="block", **LONGER)},
 }
 
 
@@ -112,11 +114,12 @@ def test_a_planned_checkpoint_has_the_size_of_a_saved_one(ranks, name, counted):
     assert 0 <= sum(map(os.path.getsize, files)) - planned["checkpoint"] < 16_384 * len(files)  # names and places in a header each
 
 
-def kept_for_backward(c):
+def kept_for_backward(c, kinds):
     """Bytes that autograd keeps of a forward on the CPU, but for parameters (autocast's copies of them too) and the head's gradient."""
     model = GPT(make_model_config(c))
     model.init_weights(0)
-    model.recompute = c.activation_checkpointing == "block"
+    for block, kind in zip(model.blocks, kinds):
+        block.recompute = kind
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {tuple(p.shape)[::-1] for p in model.parameters() if p.dim() == 2}
     own, kept = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}, {}
 
@@ -131,23 +134,49 @@ def kept_for_backward(c):
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
+def sized(**settings):
+    c = Config(**{**dict(n_layer=4, n_head=4, n_embd=256, block_size=192, batch_size=4, vocab_size=500, bias=True, compile=False, device="cpu"), **settings})
+    resolve(c)
+    make_model_config(c)  # fills in the derived sizes
+    return c
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype, element", [("float32", 4), ("bfloat16", 2)])
-def test_planned_activations_are_near_what_autograd_keeps(dtype, element):
-    base = dict(n_layer=4, n_head=4, n_embd=256, block_size=192, batch_size=4, vocab_size=500, bias=True, compile=False, dtype=dtype)
+@pytest.mark.parametrize("dtype, rows", [("float32", 4), ("float32", 22), ("bfloat16", 4)])  # 22: above engine.matmul.WORTH
+def test_planned_activations_are_near_what_autograd_keeps(dtype, rows):
+    element, last = 2 if dtype == "bfloat16" else 4, rows * 192 * 8 * 256  # the last norm's input and the hidden state's gradient
+    c = sized(dtype=dtype, batch_size=rows)
+    for kinds in [["none"] * 4, ["selective"] * 4, ["block"] * 4, ["block", "selective", "none", "none"]]:
+        planned = sum(kept_bytes(c, element)[kind] for kind in kinds) + last
+        assert planned == pytest.approx(kept_for_backward(c, kinds), rel=0.02), kinds
+    if rows == 4:
+        c = sized(dtype=dtype, norm="rmsnorm", pos="rope", mlp="swiglu", n_kv_head=2)
+        kept = kept_for_backward(c, ["none"] * 4)
+        assert 0.8 * kept < peak_bytes(c, element, ["none"] * 4) < 1.02 * kept  # a CPU's RMSNorm keeps its output too, a GPU's fused one does not
 
-    def compared(**more):
-        c = Config(**base, **more)
-        resolve(c)
-        kept = kept_for_backward(c)  # fills in the derived sizes
-        return activation_bytes(c, element), kept
 
-    planned, kept = compared()
-    assert planned == pytest.approx(kept, rel=0.02)
-    planned_less, kept_less = compared(activation_checkpointing="block")
-    assert planned_less == pytest.approx(kept_less + kept / 4, rel=0.05)  # and one block in full, while its backward runs
-    planned, kept = compared(norm="rmsnorm", pos="rope", mlp="swiglu", n_kv_head=2)
-    assert 0.8 * kept < planned < 1.02 * kept  # a CPU's RMSNorm keeps its output too, a GPU's fused one does not
+@pytest.mark.quick
+def test_a_budget_picks_the_cheapest_that_fits_block_by_block():
+    c = sized(n_layer=6)
+    peaks = {kind: peak_bytes(c, 4, [kind] * 6) for kind in KINDS}
+    assert peaks["none"] > peaks["selective"] > peaks["block"]
+    before = 10
+    for budget in range(peaks["block"], peaks["none"] + 10**6, 500_000):
+        c.activation_budget = budget / 1e9
+        kinds = choose(c, 4)
+        assert peak_bytes(c, 4, kinds) <= budget and len(kinds) == 6
+        again = sum({"none": 0, "selective": 1, "block": 1.5}[kind] for kind in kinds)  # of what is computed a second time, more or less
+        assert again <= before, "more memory, less to compute again"
+        before = again
+    assert kinds == ["none"] * 6
+    c.activation_budget = peaks["block"] / 2e9
+    with pytest.raises(UserError) as error:
+        choose(c, 4)
+    sentence = error.value.sentences[0]
+    for words in ("4 x 192", "even where all of its blocks"):
+        assert words in sentence
+    for works in re.findall(r"(activation_budget|batch_size)=([\d.]+)(?= or| would)", sentence):
+        assert choose(sized(**{"n_layer": 6, "activation_budget": c.activation_budget, works[0]: float(works[1]) if "." in works[1] else int(works[1])}), 4)
 
 
 @pytest.mark.quick
