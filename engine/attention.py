@@ -102,7 +102,6 @@ def attend(q, k, v, mask=None, dropout=0.0, documents=None):
     return documents.flex(q, k, v, block_mask=documents.mask, enable_gqa=options["enable_gqa"])
 
 
-@torch.compiler.disable  # the pieces are others in each batch: it would be compiled again and again
 def attend_in_pieces(q, k, v, documents, options):
     B, H, T, D = q.shape
     runs = documents.runs

@@ -68,7 +68,6 @@ class Part:
         at = self.at.to(self.positions.device)
         return (torch.arange(B, device=at.device)[:, None] * (2 * self.context.size * self.chunk) + at).flatten()
 
-    @torch.compiler.disable  # the runs are others in each batch
     def attend(self, q, k, v):
         """Causal attention of this rank's queries (B, H, T / cp, D) to all keys before them: its k, v (B, K, T / cp, D) and the others'."""
         return _Attention.apply(q, k, v, self)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from engine import attention, context_parallel
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
 from engine.recovery import job_seconds
@@ -463,5 +464,9 @@ def compile_blocks(model, device, say):
         say(f"warning: compile=True needs a C++ compiler and there is none ({str(error).splitlines()[0]}): running eagerly; "
             "install g++ or clang++ to compile")
         return
+    # Pieces of rows are others in each batch: compiled, they would be so again and again. As a decorator where they are defined,
+    # disable would import torch._dynamo, a second of every start.
+    attention.attend_in_pieces = torch.compiler.disable(attention.attend_in_pieces)
+    context_parallel.Part.attend = torch.compiler.disable(context_parallel.Part.attend)
     for block in model.blocks:
         block.compile()
