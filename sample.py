@@ -29,7 +29,8 @@ from engine.checkpoint import fill
 from engine.config import read_settings
 from engine.errors import UserError, full_disk_told, run_as_script, tell
 from engine.families import open_weights
-from model import GPT, KVCache, cache_dtype, complete, generate, packed_weights, random_stream
+from engine.packed import cache_dtype, packed_weights
+from model import GPT, KVCache, complete, generate, random_stream
 
 
 @dataclass
