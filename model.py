@@ -498,7 +498,7 @@ def _generating(model):
         model.train(was_training)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: torchao's float8 layers do not run in it
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, use_cache=True,
              vocab_size=None, cache=None, streams=None):
     """Yields the next token of each row, int64 (B,), up to max_new_tokens times; tokens (B, T >= 1) are the prompts.
@@ -536,7 +536,7 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=N
             tokens = torch.cat((tokens, new), dim=1)[:, -size:]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def complete(model, prompts, max_new_tokens, batch_size=8, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, vocab_size=None,
              samples=1):
     """Yields (i, j, ids) as the j-th of `samples` texts that follow the i-th prompt ends: what generate() yields in its row j for

@@ -32,7 +32,8 @@ class Tokenizer:
     that with_controls() put behind the ids of a tokenizer that its kind and name describe.
 
     files: {name: text} of what it was read from, for save(). chat_template (None where it has none) and named_tokens
-    ({"eos_token": ...}) are what its configuration says.
+    ({"eos_token": ...}) are what its configuration says. without_thinking: the model whose checkpoint it came with was trained on answers
+    that its template leaves thinking out of, and is to be asked for such.
     """
 
     def __init__(self, kind, name, token_bytes, encode_numpy, special_tokens, eot, chars=None, controls=None, encode_controls=None, files=None,
@@ -44,7 +45,7 @@ class Tokenizer:
         self._encode_controls, self._encode_joined = encode_controls, encode_joined
         self.vocab_size = len(token_bytes)
         self.eot_id = None if eot is None else special_tokens[eot]
-        self.added = []
+        self.added, self.without_thinking = [], False
 
     @functools.cached_property
     def fingerprint(self):
@@ -129,7 +130,7 @@ class Tokenizer:
         """What meta.json and a checkpoint remember; tokenizer_from_identity makes the tokenizer from it again."""
         identity = {"kind": self.kind, "name": self.name, "vocab_size": self.vocab_size, "eot_id": self.eot_id,
                     "fingerprint": self.fingerprint}
-        more = {"chars": self.chars, "added": self.added}
+        more = {"chars": self.chars, "added": self.added, "without_thinking": self.without_thinking}
         return identity | {key: value for key, value in more.items() if value}
 
     def save(self, folder):
@@ -185,7 +186,7 @@ def tokenizer_from_identity(identity, folder):
     else:
         raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
     tokenizer = tokenizer.with_controls(identity.get("added", []))
-    tokenizer.eot_id = identity["eot_id"]
+    tokenizer.eot_id, tokenizer.without_thinking = identity["eot_id"], identity.get("without_thinking", False)
     if tokenizer.fingerprint != identity["fingerprint"] or tokenizer.vocab_size != identity["vocab_size"]:
         raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
                         f"{tokenizer.fingerprint[:12]}, saved {identity['fingerprint'][:12]}); put the saved one back")
@@ -206,6 +207,8 @@ def check_identity(identity, where):
     added = identity.get("added", [])
     if not isinstance(added, list) or len(added) > 1000 or not all(isinstance(token, str) and token and token.isascii() for token in added):
         wrong.append("added")
+    if not isinstance(identity.get("without_thinking", False), bool):
+        wrong.append("without_thinking")
     if wrong:
         raise UserError(f"{where} has a tokenizer without a valid {' and '.join(wrong)}: restore the file, or prepare the data again")
 
