@@ -18,6 +18,7 @@ import torch.nn as nn
 from data.order import IGNORE, derive_seed
 from engine import matmul, recompute
 from engine.attention import attend
+from engine.packed import cache_dtype, packed_weights
 
 
 @dataclass
@@ -118,7 +119,7 @@ def _listed(values):
 
 
 class Linear(nn.Linear):
-    packed = None  # another form of the same matrix, while text is generated: see packed_weights
+    packed = None  # another form of the same matrix, while text is generated: see engine/packed.py
     value = True  # False: what comes out is looked at by nobody, see engine.recompute
 
     def reset_parameters(self):
@@ -536,51 +537,6 @@ def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
 
 
 @contextlib.contextmanager
-def packed_weights(model):
-    """Inside, while no gradient is asked for, a CPU multiplies by each matrix in oneDNN's own layout, which it reads in order.
-
-    A product of a few rows is as fast as the matrix can be read, and for 1 and 8 rows that takes half and a third of the
-    time of the layout that training uses. A second copy of the matrices is held meanwhile. Where there is no such layout
-    (other devices, shards, compiled blocks) or no memory for it, nothing changes.
-    """
-    weight, dtype = model.wte.weight, cache_dtype(model)
-    compiled = any(block._compiled_call_impl is not None for block in model.blocks)
-    sharded = hasattr(model, "unshard")  # FSDP's, whether its parameters are gathered at the moment or not
-    if (model.packed_head is not None or weight.device.type != "cpu" or sharded or compiled
-            or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()
-            or _free_memory() < 1.1 * dtype.itemsize * sum(p.numel() for p in model.parameters())):
-        yield
-        return
-
-    linear_of = torch.ops.mkldnn._linear_pointwise.default  # named in full: looking for the overload takes 2 us, 73 times a token
-
-    def pack(weight, bias):
-        blocked, bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype)), None if bias is None else bias.to(dtype)
-        return lambda x: linear_of(x.to(dtype), blocked, bias, "none", [], "")
-
-    linears = [m for m in model.modules() if isinstance(m, Linear) and m is not model.head]
-    try:
-        with torch.no_grad():
-            for linear in linears:
-                linear.packed = pack(linear.weight, linear.bias)
-            model.packed_head = pack(weight if model.head is None else model.head.weight, None)
-        yield
-    finally:
-        model.packed_head = None
-        for linear in linears:
-            linear.packed = None
-
-
-def _free_memory():
-    """Bytes that can be had without swapping, where the system says so (Linux)."""
-    try:
-        with open("/proc/meminfo") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
-
-
-@contextlib.contextmanager
 def _generating(model):
     was_training = model.training
     model.eval()
@@ -591,7 +547,7 @@ def _generating(model):
         model.train(was_training)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: torchao's float8 layers do not run in it
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, use_cache=True,
              vocab_size=None, cache=None, streams=None):
     """Yields the next token of each row, int64 (B,), up to max_new_tokens times; tokens (B, T >= 1) are the prompts.
@@ -629,7 +585,7 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=N
             tokens = torch.cat((tokens, new), dim=1)[:, -size:]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def complete(model, prompts, max_new_tokens, batch_size=8, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, vocab_size=None,
              samples=1):
     """Yields (i, j, ids) as the j-th of `samples` texts that follow the i-th prompt ends: what generate() yields in its row j for
@@ -701,9 +657,3 @@ def _choose(logits, streams, temperature, top_k, top_p, vocab_size):
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in streams])
     where = "cpu" if logits.device.type == "mps" else logits.device  # MPS has no float64
     return pick(logits[:, :vocab_size].to(where), uniform.to(where), temperature, top_k, top_p).to(logits.device)
-
-
-def cache_dtype(model):
-    """What keys and values come out as: the autocast type where that is on, else the weights' own."""
-    weight = model.wte.weight
-    return torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype

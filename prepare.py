@@ -351,10 +351,29 @@ def batch_documents(documents, val_fraction, separated, counts):
 
 def encode_batch(tokenizer, batch):
     """{"train": ids, "val": ids} of a batch. Runs in a worker's thread."""
-    parts = {"train": [np.zeros(0, np.uint16)], "val": [np.zeros(0, np.uint16)]}
-    separator = np.array([0 if tokenizer.eot_id is None else tokenizer.eot_id], np.uint32)
+    parts, documents = {"train": [np.zeros(0, np.uint16)], "val": [np.zeros(0, np.uint16)]}, {"train": [], "val": []}
+    held = None  # (split, piece), the last one, of which the end of a document may come next
+
+    def add(split, ids=None):
+        """Puts down what has come of a split: whole documents, which are encoded together, then ids behind them."""
+        if documents[split]:
+            parts[split].append(tokenizer.encode_documents(documents[split]))
+            documents[split] = []
+        if ids is not None:
+            parts[split].append(ids)
+
     for split, text in batch:
-        parts[split].append(separator if text is None else tokenizer.encode_numpy(text))
+        if text is None and held:
+            documents[split].append(held[1])
+        elif text is None:  # the document came with the batch before
+            add(split, np.array([tokenizer.eot_id], np.uint32))
+        elif held:  # more of it comes, or nothing stands between documents
+            add(held[0], tokenizer.encode_numpy(held[1]))
+        held = (split, text) if text is not None else None
+    if held:
+        add(held[0], tokenizer.encode_numpy(held[1]))
+    for split in parts:
+        add(split)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
 
 

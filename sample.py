@@ -29,7 +29,8 @@ from engine.checkpoint import fill
 from engine.config import read_settings
 from engine.errors import UserError, full_disk_told, run_as_script, tell
 from engine.families import open_weights
-from model import GPT, KVCache, cache_dtype, complete, generate, packed_weights, random_stream
+from engine.packed import cache_dtype, packed_weights
+from model import GPT, KVCache, complete, generate, random_stream
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Settings:
     stop: bool = False  # end a sample at its first end-of-text token
     chat: bool = False  # talk with the model, by its chat template
     system: str | None = None  # what it is told before a chat
-    thinking: bool | None = None  # for templates that can leave thinking out, as Qwen3's (none: the template's own choice)
+    thinking: bool | None = None  # for templates that can leave thinking out, as Qwen3's (none: as the model was fine-tuned, else the template's own choice)
     prompts: str | None = None  # a file of prompts to answer in place of start
     out: str | None = None  # where the answers go (none: standard output)
     batch_size: int = 8  # of them, made at a time
@@ -178,7 +179,7 @@ def answer_prompts(model, tokenizer, s):
         from data.chat import ChatTemplate
         template = template or ChatTemplate(tokenizer)
         try:
-            return known(model, tokenizer, template.prompt(record["messages"], **variables(s)).ids)
+            return known(model, tokenizer, template.prompt(record["messages"], **variables(s, tokenizer)).ids)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -219,9 +220,10 @@ def output(path):
 # ------------------------------------------------------------------------------------------------------------------- chat
 
 
-def variables(s):
+def variables(s, tokenizer):
     """What a chat template is told besides the messages."""
-    return {} if s.thinking is None else {"enable_thinking": s.thinking}
+    thinking = False if s.thinking is None and tokenizer.without_thinking else s.thinking
+    return {} if thinking is None else {"enable_thinking": thinking}
 
 
 class Conversation:
@@ -291,10 +293,10 @@ class Conversation:
     def prompt(self):
         """(text, ids) of the conversation as the model is given it. Where it goes on from what was said, that keeps the ids that the
         model picked, which need not be those that its text would be given."""
-        layout = self.template.lay_out(self.messages, True, None, variables(self.s))
+        layout = self.template.lay_out(self.messages, True, None, variables(self.s, self.tokenizer))
         done = len(self.text)
         if not done or not layout.text.startswith(self.text):
-            rendered = self.template.prompt(self.messages, **variables(self.s))
+            rendered = self.template.prompt(self.messages, **variables(self.s, self.tokenizer))
             return rendered.text, rendered.ids
         # from the token on that ended the turn: some tokenizers take a space or newline that follows into it
         start = next((a for a, b in layout.controls if b == done), done)

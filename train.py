@@ -32,6 +32,7 @@ from engine.errors import EXIT_FAILED, EXIT_SIGNAL, UserError, run_as_script
 from engine.evaluate import evaluate
 from engine.families import open_weights
 from engine.feed import open_feed, tell_report
+from engine.float8 import use_float8
 from engine.lora import add_adapters
 from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
@@ -129,6 +130,7 @@ def run_rank(argv, place, watch):
         with torch.device(device):  # memory without values: those come next, once
             model = GPT(model_config)
     add_adapters(model, config)  # with lora_rank they alone are trained
+    use_float8(model, config)
     for block, kind in zip(model.blocks, kinds):
         block.recompute = kind
     if config.compile:

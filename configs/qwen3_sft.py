@@ -9,7 +9,7 @@ Watch     labelled share, duplicates and dropped records in the report before st
           rises in the second or third epoch: then there were too many); with --general_dataset, prepared with the same tokenizer, the
           loss on general text beside them.
 Reaches   not measured here yet.
-          Talk to it: python sample.py --out_dir=out/qwen3_sft --chat --thinking=false
+          Talk to it: python sample.py --out_dir=out/qwen3_sft --chat
 """
 
 init_from = "Qwen/Qwen3-0.6B"

@@ -83,10 +83,14 @@ class RecordReader(WindowReader):
         return np.concatenate(inputs), np.concatenate(targets), lengths
 
     def question(self):
-        """(ids before the first answer of the first row's first record, the id that ends the answer)."""
-        inputs, targets, lengths = self.row(self.which(0, 1)[0])
-        labelled = np.flatnonzero(targets[:lengths[0]] != IGNORE)
-        return inputs[:labelled[0] + 1].tolist(), int(targets[labelled[-1]])
+        """(ids before the first answer of the first record that has one, the id that ends its last answer)."""
+        row = next(row for i in range(self.n_windows) for row in self.which(i, 1) if self.row_labels[row])
+        inputs, targets, lengths = self.row(row)
+        labelled = np.flatnonzero(targets != IGNORE)
+        ends = np.cumsum(lengths)
+        record = int(np.searchsorted(ends, labelled[0], side="right"))
+        start, stop = ends[record] - lengths[record], ends[record]
+        return inputs[start:labelled[0] + 1].tolist(), int(targets[labelled[labelled < stop][-1]])
 
 
 def find_records(dataset):

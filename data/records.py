@@ -297,7 +297,8 @@ def write_records(folder, corpus, template, arguments, quiet):
     if not found["labelled_tokens"]:
         raise UserError(f"{arguments['source']}: no answer is left to learn from: " + nothing_left(found, arguments["block_size"]))
     shards = [shard for split in splits.values() for shard in split["shards"]]
-    tokenizer = template.tokenizer
+    tokenizer, unreasoned = template.tokenizer, found["answers_without_reasoning"] if "enable_thinking" in template.source else 0
+    tokenizer.without_thinking = 0 < unreasoned == found["answers"]
     write_report(folder, found)
     write_meta(folder, tokenizer, {
         "format_version": META_VERSION, "fingerprint": fingerprint(tokenizer.fingerprint, shards), "tokenizer": tokenizer.identity(),
@@ -309,9 +310,9 @@ def write_records(folder, corpus, template, arguments, quiet):
     train, val = splits["train"], splits["val"]
     lines = [f"{train['documents']:,} train and {val['documents']:,} val records in {seconds:.1f} s: {report.records / seconds:,.0f} records/s, by {template.name}"
              + (f"; the tokenizer has {len(tokenizer.added)} control tokens more, {' and '.join(tokenizer.added)}" if tokenizer.added else ""), *report_lines(found)]
-    if "enable_thinking" in template.source and found["answers_without_reasoning"]:
-        lines.append(f"answers without reasoning: {found['answers_without_reasoning']:,} of {found['answers']:,}, learnt as the template leaves thinking "
-                     "out: sample.py --thinking=false asks for such")
+    if unreasoned:
+        lines.append(f"answers without reasoning: {unreasoned:,} of {found['answers']:,}, learnt as the template leaves thinking out: sample.py "
+                     + ("asks for such" if tokenizer.without_thinking else "--thinking=false asks for such"))
     return "\n  ".join(lines)
 
 

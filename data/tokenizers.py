@@ -32,19 +32,20 @@ class Tokenizer:
     that with_controls() put behind the ids of a tokenizer that its kind and name describe.
 
     files: {name: text} of what it was read from, for save(). chat_template (None where it has none) and named_tokens
-    ({"eos_token": ...}) are what its configuration says.
+    ({"eos_token": ...}) are what its configuration says. without_thinking: the model whose checkpoint it came with was trained on answers
+    that its template leaves thinking out of, and is to be asked for such.
     """
 
     def __init__(self, kind, name, token_bytes, encode_numpy, special_tokens, eot, chars=None, controls=None, encode_controls=None, files=None,
-                 chat_template=None, named_tokens=None):
+                 chat_template=None, named_tokens=None, encode_joined=None):
         self.kind, self.name, self.token_bytes, self.encode_numpy = kind, name, token_bytes, encode_numpy
         self.special_tokens, self.chars, self.files = special_tokens, chars, files or {}
         self.controls = special_tokens if controls is None else controls
         self.chat_template, self.named_tokens = chat_template, named_tokens or {}
-        self._encode_controls = encode_controls
+        self._encode_controls, self._encode_joined = encode_controls, encode_joined
         self.vocab_size = len(token_bytes)
         self.eot_id = None if eot is None else special_tokens[eot]
-        self.added = []
+        self.added, self.without_thinking = [], False
 
     @functools.cached_property
     def fingerprint(self):
@@ -76,6 +77,15 @@ class Tokenizer:
             found.added = self.added + new
         found.eot_id = self.eot_id
         return found
+
+    def encode_documents(self, texts: list[str]) -> np.ndarray:
+        """ids (n,) of texts, each by itself and followed by the end-of-text token; in one call where the tokenizer can, for which threads
+        hold Python's lock but once."""
+        spelled = self.token_bytes[self.eot_id].decode()
+        if self._encode_joined and not any(spelled in text for text in texts):
+            return self._encode_joined(spelled.join([*texts, ""]), spelled)
+        end = np.array([self.eot_id], np.uint32)
+        return np.concatenate([part for text in texts for part in (self.encode_numpy(text), end)])
 
     def encode(self, text):
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
@@ -120,7 +130,7 @@ class Tokenizer:
         """What meta.json and a checkpoint remember; tokenizer_from_identity makes the tokenizer from it again."""
         identity = {"kind": self.kind, "name": self.name, "vocab_size": self.vocab_size, "eot_id": self.eot_id,
                     "fingerprint": self.fingerprint}
-        more = {"chars": self.chars, "added": self.added}
+        more = {"chars": self.chars, "added": self.added, "without_thinking": self.without_thinking}
         return identity | {key: value for key, value in more.items() if value}
 
     def save(self, folder):
@@ -176,7 +186,7 @@ def tokenizer_from_identity(identity, folder):
     else:
         raise UserError(f"unknown kind of tokenizer {kind!r}: byte, char, tiktoken and json are known")
     tokenizer = tokenizer.with_controls(identity.get("added", []))
-    tokenizer.eot_id = identity["eot_id"]
+    tokenizer.eot_id, tokenizer.without_thinking = identity["eot_id"], identity.get("without_thinking", False)
     if tokenizer.fingerprint != identity["fingerprint"] or tokenizer.vocab_size != identity["vocab_size"]:
         raise UserError(f"the {tokenizer.name} tokenizer found in {folder} is not the one that was saved (fingerprint "
                         f"{tokenizer.fingerprint[:12]}, saved {identity['fingerprint'][:12]}); put the saved one back")
@@ -197,6 +207,8 @@ def check_identity(identity, where):
     added = identity.get("added", [])
     if not isinstance(added, list) or len(added) > 1000 or not all(isinstance(token, str) and token and token.isascii() for token in added):
         wrong.append("added")
+    if not isinstance(identity.get("without_thinking", False), bool):
+        wrong.append("without_thinking")
     if wrong:
         raise UserError(f"{where} has a tokenizer without a valid {' and '.join(wrong)}: restore the file, or prepare the data again")
 
@@ -265,12 +277,12 @@ def tiktoken_tokenizer(name, eot=None):
         raise UserError(f"tiktoken could not fetch its files for {name!r} ({type(error).__name__}): connect to the "
                         "network once, or set TIKTOKEN_CACHE_DIR to a folder that holds them already") from None
 
-    def encode(text):
+    def encode(text, *controls):
         try:
-            # disallowed_special=() makes control tokens ordinary text; a third faster than encode_ordinary's list
-            return encoding.encode_to_numpy(text, disallowed_special=())
+            # disallowed_special=() makes all other control tokens ordinary text; a third faster than encode_ordinary's list
+            return encoding.encode_to_numpy(text, allowed_special=set(controls), disallowed_special=())
         except UnicodeEncodeError:
-            return encode(whole(text))
+            return encode(whole(text), *controls)
 
     token_bytes = []
     for i in range(encoding.n_vocab):
@@ -279,7 +291,7 @@ def tiktoken_tokenizer(name, eot=None):
         except KeyError:  # cl100k_base and o200k_base leave some unused
             token_bytes.append(None)
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
-    return Tokenizer("tiktoken", name, token_bytes, encode, special, end_of_text(special, eot, None, name))
+    return Tokenizer("tiktoken", name, token_bytes, encode, special, end_of_text(special, eot, None, name), encode_joined=encode)
 
 
 def json_tokenizer(path, eot=None):

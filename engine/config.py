@@ -122,6 +122,7 @@ class Config:
     # the machine
     device: str = "auto"  # auto | cpu | cuda | cuda:N | mps
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    float8: bool = False  # the blocks' matrix products in float8, by torchao, on a GPU that has it (Ada, Hopper and later)
     compile: bool | None = None  # torch.compile, a block at a time (default: on cuda)
     attention: str = "auto"  # auto (the fastest kernel there is) | plain (scores written out: to see whether a kernel is at fault)
     threads: int = 0  # CPU threads (0: as torch chooses)
@@ -181,7 +182,7 @@ ARCHITECTURE = [*"n_layer n_head n_kv_head n_embd head_dim mlp_hidden block_size
                 *"mlp qk_norm tie_embeddings".split()]
 ADAPTERS = ("lora_rank", "lora_alpha", "lora_targets")  # what the trained parameters are: as fixed as the architecture
 CURVE = ("seed dropout batch_size total_batch_size optimizer learning_rate muon_learning_rate min_lr lr_schedule warmup_iters lr_decay_iters "
-         "decay_fraction weight_decay beta1 beta2 grad_clip dtype deterministic task train_on pack document_mask replay_fraction").split()
+         "decay_fraction weight_decay beta1 beta2 grad_clip dtype float8 deterministic task train_on pack document_mask replay_fraction").split()
 
 # Other words for settings above, and what asks for something else than a run
 NOT_OF_A_RUN = "eval_iters decay_lr always_save_checkpoint plan plan_gpu rehearse profile check".split()

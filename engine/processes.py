@@ -25,6 +25,7 @@ import torch.distributed as dist
 from engine import attention, context_parallel, matmul
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
+from engine.float8 import check_float8, check_tokens
 from engine.recovery import job_seconds
 
 JOIN_SECONDS = int(os.environ.get("BORINGGPT_JOIN_SECONDS", 60))  # for every rank to show up
@@ -334,6 +335,8 @@ def start(place, config):
     if place.store is not None and config.device in ("auto", "cuda") and torch.cuda.is_available():
         config.device = f"cuda:{place.local_rank}"  # each process of a machine its own
     place.device, precision = use_device(config)
+    if config.float8:
+        check_float8(config, place.device)
     backend = ("nccl" if place.device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend
     if place.store is not None or config.given.get("backend") == "command line":  # nanoGPT's configs name one on a single process too
         if backend == "nccl" and place.device.type != "cuda":
@@ -345,6 +348,8 @@ def start(place, config):
 
 def check_batch(place, config):
     """UserError unless the update's micro-batches can be shared out evenly, and each sequence and layer."""
+    if config.float8:
+        check_tokens(config)
     if place.cp > 1:
         from engine.context_parallel import check_context
         check_context(config, place)

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import FIELDS, NOT_OF_A_RUN, Config, load_config, resolve, table
 from engine.errors import UserError
-from engine.processes import choose_device, choose_precision
+from engine.processes import Place, choose_device, choose_precision, start
 
 pytestmark = pytest.mark.quick
 
@@ -175,3 +175,32 @@ def test_a_config_file_may_import_what_it_likes(load):
 @pytest.mark.parametrize("argument, word", [("--out_dir=", "out_dir is empty"), ("--threads=1000000", "cores"), ("--decay_fraction=1e-20", "decay_fraction")])
 def test_settings_that_would_crash_are_refused(load, argument, word):
     assert word in refused(load, argument)[0]
+
+
+def test_float8_is_refused_where_it_cannot_be(load, monkeypatch):
+    """With what torch says of a GPU in place of one."""
+    import importlib.util
+
+    import torch
+
+    from engine import float8
+    from engine.config import Config
+
+    def told(device, capability=(9, 0), installed=True, **settings):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+        with pytest.raises(UserError) as error:
+            float8.check_float8(Config(**{"float8": True, "dtype": "bfloat16", **settings}), torch.device(device))
+        assert len(error.value.sentences) == 1
+        return str(error.value)
+
+    assert "device cpu" in told("cpu") and "device mps" in told("mps") and "GPU of 8.0" in told("cuda", (8, 0))
+    assert "pip install torchao==" in told("cuda", installed=False)
+    for settings, words in (({"dtype": "float16"}, "dtype=float16"), ({"lora_rank": 4}, "lora_rank=0 would work"), ({"tp": 2}, "tp=1 would work"),
+                            ({"deterministic": True}, "deterministic=False would work")):
+        assert words in told("cuda", **settings)
+    float8.check_float8(Config(float8=True, dtype="bfloat16"), torch.device("cuda"))
+    with pytest.raises(UserError, match="float8 needs a CUDA GPU"):
+        start(Place(), load("--float8", "--device=cpu", "--dtype=bfloat16"))
+    with pytest.raises(UserError, match="24 tokens at a time: a multiple of 16"):
+        float8.check_tokens(Config(float8=True, batch_size=3, block_size=8))

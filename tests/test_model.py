@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import model as model_module
 from engine import matmul
 from engine.families import open_weights
-from model import GPT, IGNORE, KVCache, ModelConfig, complete, generate, linear_cross_entropy, packed_weights, pick
+from engine.packed import packed_weights
+from model import GPT, IGNORE, KVCache, ModelConfig, complete, generate, linear_cross_entropy, pick
 from sample import load_model
 
 pytestmark = pytest.mark.quick

@@ -223,6 +223,14 @@ def test_a_record_longer_than_a_row_and_records_without_labels_are_told(folder, 
     assert reader.n_windows == 2 and [reader.labels(i, 1) for i in range(2)] == [0, 1]
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_question_asked_is_the_first_that_has_an_answer(tmp_path, pack):
+    unlabelled, asked = ([1, 2, 3], [False] * 3), ([4, 5, 6, 7, 8], [False, False, True, True, False])
+    for name, first in (("without", [unlabelled, unlabelled]), ("with", [])):
+        folder = write_records(tmp_path / name, val=[*first, asked, ([9, 9], [False, True])])
+        assert RecordReader(TokenDataset(folder, "val"), 32, pack).question() == ([4, 5], 7)
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.25, 1 / 3, 0.9])
 def test_replayed_text_is_spread_evenly_and_every_part_is_what_the_whole_says(folder, data, fraction):
     rows = RecordReader(TokenDataset(folder, "train"), 32, seed=1)

@@ -458,3 +458,18 @@ def test_a_killed_preparation_leaves_nothing_that_trains(tmp_path):
     assert not os.path.exists(tmp_path / "out")
     write(tmp_path / "r", GOOD)
     assert len(texts(sft(path, tmp_path / "out"))) == 1 and not os.path.exists(tmp_path / ".out.partial")
+
+
+@QUICK
+def test_a_model_taught_without_reasoning_is_asked_without_it(tmp_path):
+    """The data set's tokenizer says so, as a checkpoint's then does; sample.py follows it unless told otherwise."""
+    from sample import Settings, variables
+
+    plain = {"question": "1 + 1?", "answer": "2"}
+    thought = {"question": "2 + 2?", "answer": "<think>\nsmall\n</think>\n\n4"}
+    for name, records, expected in (("without", [plain] * 4, {"enable_thinking": False}), ("mixed", [plain, thought] * 2, {}), ("with", [thought] * 4, {})):
+        folder = sft(write(tmp_path / name, records), tmp_path / f"{name}.set", qwen3(), val_fraction=0)
+        tokenizer = tokenizer_from_identity(read_meta(folder)["tokenizer"], folder)
+        assert variables(Settings(), tokenizer) == expected and variables(Settings(thinking=True), tokenizer) == {"enable_thinking": True}
+    with pytest.raises(UserError, match="without_thinking"):
+        tokenizer_from_identity({**tokenizer.identity(), "without_thinking": "yes"}, folder)

@@ -84,6 +84,18 @@ def test_text_comes_back_and_never_becomes_a_control_token(kind, tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
+def test_documents_encoded_together_are_those_encoded_alone(kind, tmp_path):
+    tokenizer = make(kind, tmp_path)
+    end = tokenizer.token_bytes[tokenizer.eot_id].decode()
+    for texts in (["a word", "\n", "", " a word", "word"], ["a", f"a{end}b", "c"], ["half \ud800 a pair", "1234"], ["\udc00", "\ud800"], [""]):
+        if kind == "char":
+            texts = [text for text in texts if set(text) <= set(tokenizer.chars)]
+        alone = [i for text in texts for i in (*tokenizer.encode(text), tokenizer.eot_id)]
+        assert not texts or tokenizer.encode_documents(texts).tolist() == alone
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_single_ids_joined_are_the_text(kind, tmp_path):
     tokenizer = make(kind, tmp_path)
     text = "mañana 日本 \U0001f600 ok" if kind != "char" else TEXTS[3]

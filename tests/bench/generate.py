@@ -3,7 +3,8 @@ memory can give.
 
     python -m tests.bench.generate --peer PATH_TO_NANOGPT [--repeats 7] [--only 1,8] [--new_tokens 256]
 
-GPT-2 124M shapes with random weights, a prompt of 16 tokens, float32, sampled at temperature 0.8 from the top 200. In a repeat all
+GPT-2 124M shapes with random weights, a prompt of 16 tokens, float32 (and ours in bfloat16, sample.py's --dtype=bfloat16), sampled at temperature
+0.8 from the top 200. In a repeat all
 make the same number of tokens one after the other, and a ratio is made within a repeat, so that a machine whose speed
 drifts does not decide. Above 1 is in our favour.
 
@@ -20,6 +21,7 @@ import time
 
 import torch
 
+from engine.processes import choose_precision
 from model import GPT, ModelConfig, generate
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -38,12 +40,14 @@ def bandwidth(matrix, vector):
     return matrix.numel() * matrix.element_size() / min(seconds(read) for read in reads for _ in range(2)) / 1e9
 
 
-def ours(new):
+def ours(new, dtype="float32"):
     model = GPT(ModelConfig(mlp="gelu_tanh"))
     model.init_weights(0)
+    precision = choose_precision("cpu", dtype, bf16_supported=True)
 
     def run(tokens):
-        assert sum(len(row) for row in generate(model, tokens, new, temperature=0.8, top_k=200)) == new * len(tokens)
+        with precision.context("cpu"):
+            assert sum(len(row) for row in generate(model, tokens, new, temperature=0.8, top_k=200)) == new * len(tokens)
     return run
 
 
@@ -90,7 +94,7 @@ def main():
     parser.add_argument("--peer_repeats", type=int, default=2, help="of them with nanoGPT, which takes half a minute and more")
     args = parser.parse_args()
     new = args.new_tokens
-    sides = {"boringGPT": ours(new), "transformers": transformers(new)}
+    sides = {"boringGPT": ours(new), "in bfloat16": ours(new, "bfloat16"), "transformers": transformers(new)}
     if args.peer:
         sides["nanoGPT"] = nanogpt(new, args.peer)
     matrix, vector = torch.randn(11264, 11264), torch.randn(11264)  # 508 MB, as much as the weights
@@ -98,7 +102,8 @@ def main():
           f"load {os.getloadavg()[0]:.1f}; {new} new tokens, medians of {args.repeats} repeats", flush=True)
     for batch in map(int, args.only.split(",")):
         tokens = torch.randint(0, 50257, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
-        sides["boringGPT"](tokens)  # once, uncounted: first calls set up their kernels
+        for name in ("boringGPT", "in bfloat16"):
+            sides[name](tokens)  # once, uncounted: first calls set up their kernels
         rates, reads = {name: [] for name in sides}, []
         for n in range(args.repeats):
             reads.append(bandwidth(matrix, vector))
