@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from conftest import TINY, Job, as_args, curve, run_script, steps, tensors, torchrun, train
+from conftest import TINY, Job, as_args, curve, forked, steps, tensors, train
 from engine import checkpoint as ckpt
 
 ASYNC = {"async_save": True}
@@ -57,13 +57,13 @@ def test_a_disk_that_fills_up_in_a_save_keeps_what_was_complete(n, layout, more,
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "none", str(disk)]).returncode:  # a checkpoint takes 860 KB
         pytest.skip("needs to mount a small tmpfs")
     try:
-        result = torchrun(n, "train.py", *args) if n > 1 else run_script("train.py", *args)
+        result = forked(n, "train.py", *args)
         errors = [line for line in result.err.splitlines() if line.startswith("error:")]
         assert len(errors) == 1 and (result.code == 2 if n == 1 else result.code), result.err
         assert re.search(rf"no room to write {run}/\S+: .*, [\d,]+ bytes are needed, [\d,]+ bytes are free", errors[0]), errors[0]
         assert complete(run) == [2, 4] and not [f for f in os.listdir(run / "checkpoints") if f.startswith(".")]
         subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-        result = torchrun(n, "train.py", *args) if n > 1 else run_script("train.py", *args)
+        result = forked(n, "train.py", *args)
         assert result.code == 0 and "step_00000004: update 4" in result.out, result.err
         train(tmp_path / "whole", data, **{**settings, "parallel": "auto"})
         assert curve(run) == curve(tmp_path / "whole") and tensors(run, 8) == tensors(tmp_path / "whole", 8)
