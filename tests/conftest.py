@@ -61,7 +61,13 @@ def forked(n, *words, timeout=600):
     return Finished(subprocess.CompletedProcess(words, int(code), *texts))
 
 
-FORKS = []  # the process of forks.py, once it is needed; it ends when its stdin closes
+FORKS = []  # the process of forks.py, once it is needed
+
+
+def pytest_unconfigure():
+    for process in FORKS:
+        process.stdin.close()
+        process.wait()
 
 
 def train(out_dir, data, config="tests/empty_config.py", expect=0, env=None, n=1, **settings):

@@ -29,7 +29,7 @@ def complete(run):
     return found
 
 
-@pytest.mark.parametrize("keep_last, more", [(1, {}), (1, ASYNC), (2, {}), (-1, {})], ids=lambda value: named(value) if isinstance(value, dict) else value)
+@pytest.mark.parametrize("keep_last, more", [(1, {}), (1, ASYNC), (-1, {}), pytest.param(2, {}, marks=pytest.mark.full)], ids=lambda value: named(value) if isinstance(value, dict) else value)
 def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, more, data, tmp_path):
     run, looks, seen = str(tmp_path / "run"), 0, set()
     job = Job(1, run, data, **{"n_embd": 192, "max_iters": 40, "save_interval": 1, "keep_last": keep_last, **more})

@@ -34,7 +34,7 @@ RUNGS = {
     "qwen3_sft": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "qwen3_8b_sft_fsdp": (8, "fsdp", "H100", 2, (1, 2, 1, 1)),
 }
-BRIEF = ("quickstart", "sft_quickstart", "llama_8b_hsdp")  # rehearsed by default: one process, SFT, replicas of shards
+BRIEF = ("sft_quickstart", "llama_8b_hsdp")  # rehearsed by default: one process and SFT, replicas of shards
 
 
 def config_of(*argv):

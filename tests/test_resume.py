@@ -199,7 +199,7 @@ def test_a_branch_from_the_folder_that_is_set_aside_is_refused(run, data):
     assert len(result.errors) == 1 and "one of the two" in result.errors[0]
 
 
-@pytest.mark.parametrize("n, parallel", [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize("n, parallel", [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.full)])
 def test_going_on_takes_no_more_memory_than_starting(n, parallel, data, tmp_path):
     """Peak of the largest process: within 10% of a fresh start's plus one copy of the model."""
     settings = {**TINY, "n_layer": 6, "n_head": 8, "n_embd": 512, "max_iters": 2, "parallel": parallel}  # 76 MB of weights

@@ -18,7 +18,7 @@ def run_both(machines, data, out_dirs, settings):
     return jobs[0].text  # of both, where they share a folder
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])  # below, DDP has no shared folder
 def test_two_machines_draw_the_curve_of_one(parallel, machines, data, tmp_path):
     settings = dict(max_iters=8, deterministic=True, dropout=0.1)
     said = run_both(machines, data, dict.fromkeys(HOSTS, tmp_path / "run"), {**settings, "parallel": parallel})
