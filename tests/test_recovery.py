@@ -18,9 +18,9 @@ TAKES_SECONDS = """
 import time
 from data.order import WindowReader
 _batch = WindowReader.batch
-def _slow(reader, start, count):
+def _slow(reader, *a, **k):
     time.sleep(0.02 if reader.order else 0.5)
-    return _batch(reader, start, count)
+    return _batch(reader, *a, **k)
 WindowReader.batch = _slow
 """
 HANGS = """
