@@ -55,6 +55,7 @@ def check(place: Place, say: Callable[[str], Any]) -> None:
 
 
 def describe(place: Place) -> dict[str, str]:
+    """This rank's host, device and versions, in words."""
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if place.device.type == "cuda" and dist.is_nccl_available() else "-"
     return {"host": place.host, "device": f"{place.device} ({device})", "torch": torch.__version__, "nccl": nccl}
@@ -76,11 +77,13 @@ def best_seconds(place: Place, once: Callable[[], Any]) -> float:
 
 
 def synchronize(place: Place) -> None:
+    """Waits until the device has done what it was given."""
     if place.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def all_reduce_seconds(place: Place, size: int) -> float:
+    """Seconds of an all-reduce of `size` bytes over all ranks."""
     buffer = torch.zeros(size // 4, device=place.device)
     return best_seconds(place, lambda: dist.all_reduce(buffer))
 
@@ -101,14 +104,17 @@ def link_seconds(place: Place, link: tuple[int, int], size: int) -> float:
 
 
 def wait(operation: dist.P2POp) -> None:
+    """Makes one send or receive, and returns when it is done."""
     for work in dist.batch_isend_irecv([operation]):  # batched: NCCL then takes the communicator that it has
         work.wait()
 
 
 def rate(bytes_per_second: float) -> str:
+    """Bytes a second, in words."""
     return f"{bytes_per_second / 1e9:.2f} GB/s"
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)

@@ -70,6 +70,7 @@ class SyncedFile:
         self.buffer, self.filled, self.checksum = memoryview(mmap.mmap(-1, PIECE)), 0, 0  # mapped memory is aligned as O_DIRECT wants it
 
     def write(self, data: bytes | memoryview) -> None:
+        """Takes more bytes; OSError where the disk is full."""
         self.checksum = zlib.crc32(data, self.checksum)
         at = 0
         while at < len(data):
@@ -154,6 +155,7 @@ def write_json(path: str, value: Any) -> None:
 
 
 def file_checksum(path: str) -> str:
+    """CRC-32 of a file's bytes, 8 hexadecimal digits."""
     checksum = 0
     with open(path, "rb", buffering=0) as f:
         while data := f.read(PIECE):
@@ -162,6 +164,7 @@ def file_checksum(path: str) -> str:
 
 
 def json_checksum(value: Any) -> str:
+    """SHA-256 of a JSON-able value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -263,6 +266,7 @@ def covered(entry: dict[str, Any]) -> bool:
 
 
 def copy_synced(source: str, target: str) -> None:
+    """Copies a file; it is on the disk when this returns."""
     shutil.copyfile(source, target)
     with open(target, "rb+") as f:
         os.fsync(f.fileno())
@@ -301,6 +305,7 @@ def delete_old(run: str, keep_last: int, keep_every: int) -> None:
 
 
 def step_folder(run: str, step: int) -> str:
+    """The folder of a run's checkpoint of `step`, whether it exists or not."""
     return os.path.join(run, "checkpoints", f"step_{step:08d}")
 
 
@@ -405,6 +410,7 @@ class Checkpoint:
 
     @staticmethod
     def read_manifest(path: str) -> dict[str, Any]:
+        """The manifest of a folder, a dict whose types and sizes hold together. Damaged where there is none, UserError where it is of another version."""
         try:
             with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
                 manifest = json.load(f)
@@ -443,9 +449,11 @@ class Checkpoint:
                 raise Damaged(f"{name} does not have the checksum it was written with")
 
     def model_config(self) -> ModelConfig:
+        """The architecture that the weights are of."""
         return ModelConfig(**self.manifest["model"])
 
     def tokenizer(self) -> Tokenizer | None:
+        """That of the data it was trained on; None where nobody knew it. UserError where it is not to be had."""
         identity = self.manifest["tokenizer"]
         return tokenizer_from_identity(identity, self.path) if identity else None
 
@@ -506,6 +514,7 @@ def fill(place: Place, parameters: Mapping[str, torch.Tensor], tensors: Mapping[
 
 
 def check_names(owner: Mapping[str, torch.Tensor], sources: Sources, where: str) -> None:
+    """UserError that lists every name and shape of {name: parameter} that {name: (shape, function of a slice)} does not fit; `where`: whose sources they are."""
     missing, unexpected = sorted(set(owner) - set(sources)), sorted(set(sources) - set(owner))
     problems = [f"{where} lacks {', '.join(missing)}"] if missing else []
     problems += [f"{where} has {', '.join(unexpected)}, which this model has no place for"] if unexpected else []

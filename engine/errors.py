@@ -54,6 +54,7 @@ def full_disk_told(path: str | None = None, needed: int | None = None) -> Iterat
 
 
 def tell(error: UserError) -> None:
+    """Prints an error's sentences on stderr, a line each."""
     for sentence in error.sentences:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
 

@@ -220,6 +220,7 @@ def find_tokenizer(dataset: TokenDataset, folder: str, weights: Weights | None, 
 
 
 def check_same_tokenizer(dataset: TokenDataset, folder: str, key: str, tokenizer: Tokenizer | None) -> None:
+    """UserError where the data set that the setting `key` names has ids of another tokenizer."""
     identity = dataset.tokenizer_identity
     if not tokenizer or not identity or identity["fingerprint"] == tokenizer.fingerprint:
         return

@@ -37,6 +37,7 @@ class LoraLinear(Linear):
         self.lora_b = torch.nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out), in the type of autocast where it is on."""
         # its two gradients meet here, in the computing type, before they meet others': FSDP's hook on the input of a group's first Linear, which
         # is q, would make another order of that sum, and other bits than one process has
         kind = x.device.type

@@ -137,6 +137,7 @@ def first_to(place: Place, what: str) -> bool:
 
 
 def write_error(text: str) -> None:
+    """Puts text on stderr in one write, behind what stdout holds."""
     sys.stdout.flush()
     os.write(sys.stderr.fileno(), text.encode())
 
@@ -229,6 +230,7 @@ class RunLock:
         self.file.flush()
 
     def release(self) -> None:
+        """Lets the folder go; the file stays, empty."""
         self.file.seek(0)
         self.file.truncate()  # the empty file stays: deleting it would race with a job that has just opened it
         self.file.close()

@@ -96,6 +96,7 @@ def rehearse_here(argv: list[str], config: Config, place: Place, say: Callable[[
 
 
 def processes(n: int) -> str:
+    """So many processes, in words."""
     return "1 process" if n == 1 else f"{n} processes"
 
 
@@ -224,11 +225,13 @@ def what_went_wrong(run: str, layout: str, ranks: int, mesh: dict[str, int], kil
 
 
 def records(run: str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
     with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
 
 def resumptions(run: str) -> list[int]:
+    """The updates whose checkpoints a run went on from."""
     return [r["step"] for r in records(run) if r["kind"] == "event" and r["event"] == "resumed"]
 
 

@@ -93,6 +93,7 @@ def load_values(place: Place, model: GPT, optimizer: AdamW | Muon, scale: LossSc
 
 
 def tell_architecture(config: Config, found: ModelConfig, where: str, say: Say) -> None:
+    """Gives the architecture of found weights to a config (take_architecture) and says what changes by it."""
     for sentence in take_architecture(config, found, where):
         say(f"note: {sentence}")
 

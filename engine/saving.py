@@ -90,6 +90,7 @@ class Saver:
             self.pending.pop(0).result()
 
     def close(self) -> None:
+        """Returns when the thread has done what it was asked for."""
         if self.thread:
             self.thread.shutdown()
 
@@ -169,6 +170,7 @@ class Snapshot:
             return piece.cpu()
 
     def copy_rest(self) -> None:
+        """Copies what the thread has not read of the state, which may change once this returns."""
         started = time.perf_counter()
         self.gate.clear()
         with self.lock:

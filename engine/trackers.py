@@ -5,6 +5,7 @@ None of them is worth a run: what cannot start or breaks on the way is told in o
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -48,6 +49,7 @@ class Wandb:
                 self.write(record.pop("kind"), record.pop("step"), record)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Tells a line of metrics.jsonl, {name: value}, unless wandb has one of its kind for this step or a later one."""
         if step > self.known.get(kind, -1):
             self.known[kind] = step
             self.run.log({"step": step, f"{kind}/step": step, **{f"{kind}/{name}": v for name, v in values.items() if v is not None}})
@@ -107,6 +109,7 @@ class TensorBoard:
         self.writer = SummaryWriter(self.folder, purge_step=step + 1)  # TensorBoard forgets what it has of later steps
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Tells the numbers of a line of metrics.jsonl, {name: value}."""
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(f"{kind}/{name}", value, step)
@@ -136,7 +139,10 @@ class Trackers:
     def tell(self, method: str, *arguments: Any) -> None:
         """Calls a method of each."""
         for setting, tracker in list(self.active.items()):
-            self._try(setting, "broke", lambda: getattr(tracker, method)(*arguments))
+            self._try(setting, "broke", functools.partial(self._call, tracker, method, *arguments))
+
+    def _call(self, tracker, method, *arguments):
+        getattr(tracker, method)(*arguments)
 
     def _try(self, setting, what, work):
         try:

@@ -38,6 +38,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def read_bounded(path: str) -> bytes:
+    """A file's bytes. OSError where it cannot be read, ValueError where they are more than LARGEST."""
     with open(path, "rb") as f:
         data = f.read(LARGEST + 1)
     if len(data) > LARGEST:
@@ -95,6 +96,6 @@ def load_torch(path: str) -> Any:
 
 
 def refuse(path: str, what: str, error: Exception) -> UserError:
-    """The UserError for a file that is not `what` it should be."""
+    """The UserError for a file that is not `what` it should be, as `error` says."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0][:300] if str(error) else type(error).__name__
     return UserError(f"{path} is not {what}: {reason}")

@@ -1,5 +1,6 @@
 """What the tests share: real runs in processes of their own, and a small prepared data set."""
 
+import contextlib
 import json
 import os
 import re
@@ -153,10 +154,8 @@ class Job:
     def kill(self):
         """kill -9 of the job and all that it has started, all at once: workers have sessions of their own and outlive torchrun."""
         for pid in [self.process.pid, *children(self.process.pid)]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 

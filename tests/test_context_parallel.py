@@ -8,7 +8,8 @@ import torch
 from conftest import forked, torchrun
 
 ONE = {"single": {}}
-MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)}, 4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
+MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)},
+          4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -37,7 +37,8 @@ def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, m
         while job.process.poll() is None:
             listed, whole = ckpt.list_steps(run), complete(run)
             if seen:
-                assert whole or complete(run) or complete(run), "there was a complete checkpoint, and there is none"  # one may go while it is read
+                # one may go while it is read
+                assert whole or complete(run) or complete(run), "there was a complete checkpoint, and there is none"
                 assert keep_last > 0 or set(listed) >= seen, "keep_last=-1 keeps all"
                 assert len(listed) >= min(len(seen), keep_last)
                 assert keep_last < 0 or len(listed) <= keep_last + 1

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from conftest import TINY, as_args, forked, records, train
 
+from conftest import TINY, as_args, forked, records, train
 from data.tokenizers import byte_tokenizer
 from engine.config import Config
 from engine.errors import UserError

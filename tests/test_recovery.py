@@ -188,8 +188,9 @@ def all_finite(run):
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
     """(data set, weights to start from): the letter Q stands in one place, and its embedding overflows in the first norm."""
-    from prepare import prepare
     from safetensors.torch import load_file, save_file
+
+    from prepare import prepare
 
     folder = tmp_path_factory.mktemp("poisoned")
     text = some_text(1600)

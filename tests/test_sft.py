@@ -41,7 +41,7 @@ def test_labels_of_10_and_100_make_one_gradient_however_they_are_shared(tmp_path
     for batch_size in (2, 1):  # at once, and by accumulation
         os.makedirs(tmp_path / str(batch_size))
         ranks.sft_gradients(str(tmp_path / str(batch_size)), batch_size)
-    for name, counts in ranks.LABELLED.items():
+    for name in ranks.LABELLED:
         expected = torch.load(tmp_path / "2" / f"{name}-single-0.pt")
         assert sum(g.abs().sum() for g in expected["gradients"].values()) > 1
         for path in (tmp_path / "1" / f"{name}-single-0.pt", *[tmp_path / f"{name}-{layout}-{rank}.pt" for layout in ("ddp", "fsdp") for rank in (0, 1)]):
@@ -280,15 +280,14 @@ def test_a_rung_of_sft_rehearses_with_records_and_a_process_killed(n, tmp_path):
 @pytest.mark.parametrize("pack", [True, False])
 def test_an_answer_is_right_where_greedy_decoding_gives_it_to_its_last_token(pack, tmp_path):
     """Records whose answers are what generate() makes of their questions, some with one token changed."""
-    from test_model import build, noisy
-
     from engine.evaluate import evaluate
     from engine.processes import Place, Precision
     from engine.watch import Watch
     from model import generate
+    from test_model import build, noisy
 
     model, rng, found, expected = noisy(build(pos="rope", bias=False)), np.random.default_rng(0), [], 0
-    for i in range(24):
+    for _ in range(24):
         question = rng.integers(0, 257, rng.integers(1, 12))
         answers, ids = rng.integers(1, 3), question
         learn = [False] * len(question)
