@@ -175,6 +175,15 @@ def children(pid):
         return []
 
 
+def alive(pid):
+    """Whether a process is there and no zombie, which has let go of its files too."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def processes_of(out_dir):
     """Process ids of all that runs on a run's folder now, orphans too."""
     found = []

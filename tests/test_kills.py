@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import Job, curve, on_machine, processes_of, records, several, tensors, wait_for
+from conftest import Job, alive, curve, on_machine, processes_of, records, several, tensors, wait_for
 from engine import checkpoint as ckpt
 
 LAYOUTS = {  # name: (processes, settings)
@@ -156,14 +156,7 @@ def test_torchrun_starts_killed_workers_again_and_the_bits_are_the_undisturbed_r
 
 def working(job):
     """Its worker processes that are alive: one that has left and that torchrun has not asked for yet is not."""
-    def state(pid):
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                return f.read().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return "Z"
-
-    return [pid for pid in job.workers() if pid != job.process.pid and state(pid) != "Z"]
+    return [pid for pid in job.workers() if pid != job.process.pid and alive(pid)]
 
 
 def two_machines(machines, data, run, trouble, rng, more):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import ASSETS, ROOT, TINY, Job, as_args, curve, processes_of, records, some_text, steps, tensors, train, wait_for
+from conftest import ASSETS, ROOT, TINY, Job, alive, as_args, curve, records, some_text, steps, tensors, train, wait_for
 
 # What breaks is the world around the loop, never the code that is to notice it: a config file is Python, and runs before all else.
 TAKES_SECONDS = """
@@ -167,9 +167,10 @@ def test_workers_of_a_killed_torchrun_do_not_go_on_alone(data, tmp_path):
     run = tmp_path / "run"
     job = Job(2, run, data, max_iters=100_000, save_interval=5)
     job.wait_for(lambda: job.step >= 10)
+    orphans = job.workers()
     job.process.kill()
     job.process.wait()
-    wait_for(lambda: not processes_of(run), 10)
+    wait_for(lambda: not any(map(alive, orphans)), 10)
     train(run, data, max_iters=steps(run)[-1] + 1, lr_decay_iters=100_000, save_interval=5)
 
 
