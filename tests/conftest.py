@@ -231,6 +231,14 @@ def some_text(n_bytes, seed=0):
     return "".join(lines)[:n_bytes]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """What tests compute themselves is tiny: two threads would wait for each other longer than they compute, the more so beside other work."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A byte-level data set whose training split holds 100 windows of 16 tokens."""
