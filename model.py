@@ -11,6 +11,7 @@ import copy
 import math
 from collections import deque
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -272,6 +273,7 @@ class GPT(nn.Module):
         self.norm = make_norm(c)
         self.head = None if c.tie_embeddings else Linear(c.n_embd, c.padded_vocab_size, bias=False)
         self.packed_head = None  # the head's part of packed_weights, whether it is the embedding or not
+        self.rope: torch.Tensor | None
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
@@ -339,7 +341,7 @@ class GPT(nn.Module):
         x = self.norm(x)
         weight = self.wte.weight if self.head is None else self.head.weight  # (padded V, C)
         if self.tensor is not None:
-            weight = weight.to_local()  # (padded V / tp, C)
+            weight = weight.to_local()  # type: ignore[attr-defined]  # (padded V / tp, C)
         if targets is None and self.tensor is not None:
             return self.tensor.logits(x, weight)[..., :self.config.vocab_size].float()
         if targets is None:
@@ -355,7 +357,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Forward and backward, matrix products only: 6 per weight used, 4 where it is frozen, and attention's 12 L H D T (PaLM, appendix B)."""
         c = self.config
-        used = [p for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight")]
+        used: list[torch.Tensor] = [p for n, p in self.named_parameters() if p.dim() == 2 and n not in ("wte.weight", "wpe.weight")]
         if c.tie_embeddings:
             used.append(self.wte.weight)
         return sum((6 if p.requires_grad else 4) * p.numel() for p in used) + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
@@ -463,7 +465,8 @@ class KVCache:
         shape = (c.n_layer, 2, batch_size, c.n_kv_head, size, c.head_dim)
         self.store = torch.zeros(shape, dtype=dtype, device=device)  # a masked value counts 0 times: it must not be NaN
         self.layer = {block.attn: i for i, block in enumerate(model.blocks)}
-        self.length, self.size = 0, size
+        self.length: Any = 0  # of all rows, or a list of each one's
+        self.size = size
 
     def row(self, i):
         """An empty cache over the memory of row i."""

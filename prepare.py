@@ -30,9 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from data.shards import (MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint,
-                         open_shard, read_meta, sync_folder, write_meta)
-from data.sources import Counts, NAMED, open_source
+from data.shards import MAX_SHARD_TOKENS, META_VERSION, SCAN_STEP, ShardWriter, describe_shard, fingerprint, open_shard, read_meta, sync_folder, write_meta
+from data.sources import NAMED, Counts, open_source
 from data.tokenizers import char_tokenizer, load_tokenizer
 from engine.errors import EXIT_SIGNAL, UserError, full_disk, is_full_disk, run_as_script
 
@@ -351,7 +350,8 @@ def batch_documents(documents, val_fraction, separated, counts):
 
 def encode_batch(tokenizer, batch):
     """{"train": ids, "val": ids} of a batch. Runs in a worker's thread."""
-    parts, documents = {"train": [np.zeros(0, np.uint16)], "val": [np.zeros(0, np.uint16)]}, {"train": [], "val": []}
+    parts: dict[str, list[np.ndarray]] = {"train": [np.zeros(0, np.uint16)], "val": [np.zeros(0, np.uint16)]}
+    documents: dict[str, list[str]] = {"train": [], "val": []}
     held = None  # (split, piece), the last one, of which the end of a document may come next
 
     def add(split, ids=None):

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -170,7 +171,7 @@ def json_record(line, where):
 def answer_prompts(model, tokenizer, s):
     """Writes a line of JSON for each prompt of s.prompts, in their order: the record itself with `answer`, `tokens` (how many it
     took) and `ended` (or cut off at max_new_tokens). An answer is what the prompt would get alone, whatever it is batched with."""
-    template = None
+    template: Any = None  # a ChatTemplate, once one is needed
 
     def encode(where, record):
         nonlocal template

@@ -44,6 +44,8 @@ class Marked(str):
     lost, never be made up.
     """
 
+    own: bytes
+
     def __new__(cls, text, own=None):
         self = super().__new__(cls, text)
         self.own = bytes(len(text)) if own is None else own
@@ -359,10 +361,8 @@ class ChatTemplate:
         """The Layouts that the template may open answer k by: reasoning, where it knows of it, left to the model or left out."""
         found = []
         for more in ({}, {"enable_thinking": False}) if "enable_thinking" in self.source else ({},):
-            try:
+            with contextlib.suppress(UserError):  # nothing stands before the answer, or nothing that the template takes
                 found.append(self.lay_out(messages[:k], True, tools, {**variables, **more}))
-            except UserError:  # nothing stands before the answer, or nothing that the template takes
-                pass
         return found
 
     def cuts(self, layout, before):

@@ -23,8 +23,7 @@ import numpy as np
 from data.chat import answers_of
 from data.report import Report, report_lines, write_report
 from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter, fingerprint, write_meta
-from data.sources import (Counts, Source, describe_files, extension, hub_rows, json_records, jsonl_records, list_files, near_miss, parquet_records,
-                          require_hub, short_json)
+from data.sources import Counts, Source, describe_files, extension, hub_rows, json_records, jsonl_records, list_files, near_miss, parquet_records, require_hub, short_json
 from engine.errors import UserError
 
 READERS = {".jsonl": jsonl_records, ".json": json_records, ".parquet": parquet_records}
@@ -227,7 +226,7 @@ def fit(template, talk, train_on, block_size):
     together = train_on == "all" and len(made) == 1
     while stop > len(head):
         before = users[:bisect.bisect_left(users, stop)]
-        size = functools.cache(lambda u: max(len(ids) for ids, _ in examples(before[u], stop, "all" if together else "last")))
+        size = functools.cache(lambda u, before=before, stop=stop: max(len(ids) for ids, _ in examples(before[u], stop, "all" if together else "last")))
         u = bisect.bisect_left(range(len(before)), True, key=lambda u: size(u) <= limit)  # the fewer turns, the shorter
         if u < len(before):
             windows.append((before[u], stop))

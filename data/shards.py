@@ -22,7 +22,7 @@ from engine.errors import UserError
 from engine.untrusted import read_json
 
 HEADER_BYTES = 1024
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of a token
+FORMATS: dict[int, tuple[int, np.dtype]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of a token
 META_VERSION = 1  # of meta.json
 LABEL, BEGIN = 1, 2  # marks of a token
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
@@ -342,7 +342,7 @@ def read_meta(folder):
 def write_meta(folder, tokenizer, meta):
     """Writes the tokenizer's files and meta.json, with the date, which completes a dataset."""
     tokenizer.save(folder)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as file:
         json.dump({**meta, "date": date}, file, indent=1)
         file.flush()

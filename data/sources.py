@@ -173,13 +173,13 @@ def local_source(path, text_field, skip_bad, val_fraction, name=None):
     if single and kinds <= {*TEXT_FILES}:
         fraction = 0.05 if val_fraction is None else val_fraction
 
-        def documents(counts):
+        def halves(counts):
             middle = char_border(path, int(total * (1 - fraction)))
             yield "train", "train", cut_text(read_text(path, counts, skip_bad, 0, middle))
             if middle < total:
                 yield "val", "val", cut_text(read_text(path, counts, skip_bad, middle, total))
 
-        return Source(name, documents, description, total_bytes=total, one_text=True)
+        return Source(name, halves, description, total_bytes=total, one_text=True)
 
     def documents(counts):
         for relative, full in files:

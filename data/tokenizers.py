@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+from typing import Any
 
 import numpy as np
 
@@ -195,7 +196,7 @@ def tokenizer_from_identity(identity, folder):
 
 def check_identity(identity, where):
     """UserError where what meta.json or a checkpoint says of its tokenizer is not what Tokenizer.identity() gives."""
-    kinds = {"kind": str, "name": str, "fingerprint": str, "vocab_size": int, "eot_id": (int, type(None)), "chars": (str, type(None))}
+    kinds: dict[str, Any] = {"kind": str, "name": str, "fingerprint": str, "vocab_size": int, "eot_id": (int, type(None)), "chars": (str, type(None))}
     if not isinstance(identity, dict):
         raise UserError(f"{where} has a tokenizer that is no object: restore the file, or prepare the data again")
     wrong = [key for key, kind in kinds.items() if isinstance(identity.get(key), bool) or not isinstance(identity.get(key), kind)]

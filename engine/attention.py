@@ -114,6 +114,6 @@ def attend_in_pieces(q, k, v, documents, options):
             out.append(parts[0].new_zeros(count * length, H, D))
             continue
         parts = [t.unflatten(0, (count, length)).transpose(1, 2) for t in parts]  # (documents, heads, length, D)
-        y = F.scaled_dot_product_attention(*parts, is_causal=length > 1, **options)
+        y = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=length > 1, **options)
         out.append(y.transpose(1, 2).flatten(0, 1))
     return torch.cat(out).view(B, T, H, D).transpose(1, 2)

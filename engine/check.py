@@ -6,14 +6,18 @@ ring's slowest link carries.
 """
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.processes import Place
+
 TRIES = 10
 
 
-def check(place, say):
+def check(place: Place, say: Callable[[str], Any]) -> None:
     """Prints, once, every rank's host, device and versions, the all-reduce's latency and bandwidth and the slowest link. All
     ranks call it once the process group is up."""
     here = describe(place)
@@ -50,13 +54,14 @@ def check(place, say):
         say(f"the slowest link is {times[slowest] / times[fastest]:.1f} times slower than the fastest, between {between}: every all-reduce waits for it")
 
 
-def describe(place):
+def describe(place: Place) -> dict[str, str]:
+    """This rank's host, device and versions, in words."""
     device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else f"threads: {torch.get_num_threads()}"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if place.device.type == "cuda" and dist.is_nccl_available() else "-"
     return {"host": place.host, "device": f"{place.device} ({device})", "torch": torch.__version__, "nccl": nccl}
 
 
-def best_seconds(place, once):
+def best_seconds(place: Place, once: Callable[[], Any]) -> float:
     """The shortest time of once(), which every rank calls, of TRIES after one to warm up; the slowest rank's."""
     times = []
     for _ in range(1 + TRIES):
@@ -71,17 +76,19 @@ def best_seconds(place, once):
     return slowest.item()
 
 
-def synchronize(place):
+def synchronize(place: Place) -> None:
+    """Waits until the device has done what it was given."""
     if place.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def all_reduce_seconds(place, size):
+def all_reduce_seconds(place: Place, size: int) -> float:
+    """Seconds of an all-reduce of `size` bytes over all ranks."""
     buffer = torch.zeros(size // 4, device=place.device)
     return best_seconds(place, lambda: dist.all_reduce(buffer))
 
 
-def link_seconds(place, link, size):
+def link_seconds(place: Place, link: tuple[int, int], size: int) -> float:
     """Seconds that `size` bytes take from one rank to another: half of there and back. All other ranks wait."""
     a, b = link
     buffer = torch.zeros(size // 4, device=place.device)
@@ -96,15 +103,18 @@ def link_seconds(place, link, size):
     return best_seconds(place, once) / 2
 
 
-def wait(operation):
+def wait(operation: dist.P2POp) -> None:
+    """Makes one send or receive, and returns when it is done."""
     for work in dist.batch_isend_irecv([operation]):  # batched: NCCL then takes the communicator that it has
         work.wait()
 
 
-def rate(bytes_per_second):
+def rate(bytes_per_second: float) -> str:
+    """Bytes a second, in words."""
     return f"{bytes_per_second / 1e9:.2f} GB/s"
 
 
-def table(rows):
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)

@@ -9,8 +9,11 @@ named step_* is complete. The manifest says of every tensor its global shape and
 checkpoint written in shards is read by the same lines.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -21,19 +24,29 @@ import shutil
 import struct
 import time
 import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
 from data.shards import sync_folder
-from data.tokenizers import tokenizer_from_identity
+from data.tokenizers import Tokenizer, tokenizer_from_identity
 from engine.errors import UserError, full_disk_told
 from engine.sync import local, ranges, tensor_dim
 from model import ModelConfig
 
+if TYPE_CHECKING:
+    from engine.processes import Place
+
 FORMAT = "boringgpt-checkpoint"
 VERSION = 2
 PIECE = 4 << 20  # bytes written at a time
+Parts = dict[str, dict[str, torch.Tensor]]  # {"model": {name: tensor}, "optimizer": {name: tensor}}
+Pieces = Callable[[torch.Tensor], Generator[memoryview, None, None]]
+Read = Callable[[slice], torch.Tensor]  # some rows of a tensor
+Source = tuple[Sequence[int], Read]  # its whole shape
+Sources = dict[str, Source]
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -48,7 +61,7 @@ class SyncedFile:
     """A new file, on the disk when it is closed. Written past the page cache where the system can (O_DIRECT): a quarter of the CPU time,
     which training needs, and what is cached of the data set stays cached."""
 
-    def __init__(self, path):
+    def __init__(self, path: str):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
         try:
             self.fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o666), True
@@ -56,7 +69,8 @@ class SyncedFile:
             self.fd, self.direct = os.open(path, flags, 0o666), False
         self.buffer, self.filled, self.checksum = memoryview(mmap.mmap(-1, PIECE)), 0, 0  # mapped memory is aligned as O_DIRECT wants it
 
-    def write(self, data):
+    def write(self, data: bytes | memoryview) -> None:
+        """Takes more bytes; OSError where the disk is full."""
         self.checksum = zlib.crc32(data, self.checksum)
         at = 0
         while at < len(data):
@@ -97,7 +111,7 @@ class SyncedFile:
             os.close(self.fd)
 
 
-def pieces(t):
+def pieces(t: torch.Tensor) -> Generator[memoryview, None, None]:
     """The bytes of a tensor, a piece of at most PIECE at a time."""
     flat = t.detach().contiguous().reshape(-1)
     each = max(1, PIECE // flat.element_size())
@@ -105,7 +119,7 @@ def pieces(t):
         yield flat[start:start + each].cpu().view(torch.uint8).numpy().data
 
 
-def write_safetensors(path, tensors, pieces=pieces, metadata=None):
+def write_safetensors(path: str, tensors: dict[str, torch.Tensor], pieces: Pieces = pieces, metadata: dict[str, str] | None = None) -> dict[str, Any]:
     """Writes {name: tensor} in the safetensors format, synced to disk; returns {"bytes", "crc32"}. With other `pieces` a tensor may be one of
     the meta device, whose bytes come when they are asked for.
 
@@ -113,7 +127,8 @@ def write_safetensors(path, tensors, pieces=pieces, metadata=None):
     are those of one piece, and a full disk is noticed where it happens. CRC-32 finds what disks and networks do to a file, several times
     as fast as a cryptographic digest, which would not keep out anyone who can write the manifest.
     """
-    header, offset = {"__metadata__": metadata} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
     for name, t in tensors.items():
         size = t.numel() * t.element_size()
         header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [offset, offset + size]}
@@ -130,7 +145,7 @@ def write_safetensors(path, tensors, pieces=pieces, metadata=None):
     return {"bytes": len(text) + offset, "crc32": f"{f.checksum:08x}"}
 
 
-def write_json(path, value):
+def write_json(path: str, value: Any) -> None:
     """Writes JSON so that the path holds all of it or what it held before."""
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(value, f, indent=1)
@@ -139,7 +154,8 @@ def write_json(path, value):
     os.replace(path + ".tmp", path)
 
 
-def file_checksum(path):
+def file_checksum(path: str) -> str:
+    """CRC-32 of a file's bytes, 8 hexadecimal digits."""
     checksum = 0
     with open(path, "rb", buffering=0) as f:
         while data := f.read(PIECE):
@@ -147,17 +163,19 @@ def file_checksum(path):
     return f"{checksum:08x}"
 
 
-def json_checksum(value):
+def json_checksum(value: Any) -> str:
+    """SHA-256 of a JSON-able value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def bytes_needed(parameters):
+def bytes_needed(parameters: Mapping[str, torch.Tensor]) -> int:
     """What a checkpoint of {name: parameter} and the AdamW state of those that are trained takes on disk, all ranks' files together, but for
     a few KB of text."""
     return sum((3 if p.requires_grad else 1) * p.numel() * p.element_size() for p in parameters.values())
 
 
-def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=lambda: None, pieces=pieces):
+def save(run: str, place: Place, parameters: Mapping[str, torch.Tensor], tensors: Parts, state: dict[str, Any], tokenizer: Tokenizer | None = None,
+         before_rename: Callable[[], Any] = lambda: None, pieces: Pieces = pieces) -> tuple[str, int]:
     """Saves step state["step"] under run/checkpoints; `state` (JSON-able) goes into the manifest. Returns (folder, bytes).
 
     parameters: {name: parameter}, for the shapes and which rows of them lie here. tensors: {"model": {name: tensor}, "optimizer": {...}},
@@ -188,7 +206,7 @@ def save(run, place, parameters, tensors, state, tokenizer=None, before_rename=l
     return final, size
 
 
-def write_part(partial, place, parts, parameters, pieces):
+def write_part(partial: str, place: Place, parts: Parts, parameters: Mapping[str, torch.Tensor], pieces: Pieces) -> None:
     """Writes what one rank holds, and what that is as part_<rank>.json for the manifest."""
     files, index, rank, writers = {}, {}, place.rank, place.parts
     for part, tensors in parts.items():
@@ -204,7 +222,7 @@ def write_part(partial, place, parts, parameters, pieces):
     write_json(os.path.join(partial, f"part_{rank:05d}.json"), {"files": files, "tensors": index})
 
 
-def finish(partial, final, writers, state, before_rename):
+def finish(partial: str, final: str, writers: int, state: dict[str, Any], before_rename: Callable[[], Any]) -> int:
     """Joins what the ranks wrote into one manifest and gives the folder its name; returns the bytes in it."""
     files, index = {}, {}
     for rank in range(writers):
@@ -227,7 +245,7 @@ def finish(partial, final, writers, state, before_rename):
     return sum(f["bytes"] for f in files.values())
 
 
-def covered(entry):
+def covered(entry: dict[str, Any]) -> bool:
     """Whether a tensor's pieces in a manifest are all of it, each value once."""
     shape, pieces = entry["shape"], entry["pieces"]
     if any(not len(piece["offset"]) == len(piece["shape"]) == len(shape) for piece in pieces):
@@ -247,13 +265,14 @@ def covered(entry):
     return True
 
 
-def copy_synced(source, target):
+def copy_synced(source: str, target: str) -> None:
+    """Copies a file; it is on the disk when this returns."""
     shutil.copyfile(source, target)
     with open(target, "rb+") as f:
         os.fsync(f.fileno())
 
 
-def mark_best(run, step):
+def mark_best(run: str, step: int) -> None:
     """Makes checkpoints/best the checkpoint of `step`: hard links, so it costs no space until the original is deleted."""
     folder = os.path.join(run, "checkpoints")
     new, old, best = (os.path.join(folder, n) for n in (".best.partial", ".best.old", "best"))
@@ -272,7 +291,7 @@ def mark_best(run, step):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def delete_old(run, keep_last, keep_every):
+def delete_old(run: str, keep_last: int, keep_every: int) -> None:
     """Deletes all but the newest keep_last checkpoints (-1: none) and those on multiples of keep_every."""
     steps = list_steps(run)
     for step in steps[:-keep_last] if keep_last > 0 else []:
@@ -285,18 +304,19 @@ def delete_old(run, keep_last, keep_every):
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
-def step_folder(run, step):
+def step_folder(run: str, step: int) -> str:
+    """The folder of a run's checkpoint of `step`, whether it exists or not."""
     return os.path.join(run, "checkpoints", f"step_{step:08d}")
 
 
-def list_steps(run):
+def list_steps(run: str) -> list[int]:
     """The steps of a run's checkpoints in rising order: by number, whatever the file times or the spelling say."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(int(m[1]) for n in os.listdir(os.path.join(run, "checkpoints")) if (m := re.fullmatch(r"step_(\d{8,})", n)))
     return []
 
 
-def clear_leftovers(run):
+def clear_leftovers(run: str) -> None:
     """Removes what a save that died left behind; a best that lost its place half-way through gets it back."""
     folder = os.path.join(run, "checkpoints")
     if os.path.isdir(os.path.join(folder, ".best.old")) and not os.path.isdir(os.path.join(folder, "best")):
@@ -307,7 +327,7 @@ def clear_leftovers(run):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
-def set_aside(run, names):
+def set_aside(run: str, names: list[str]) -> str | None:
     """Moves files of a run into run/set_aside_<time>/: an earlier curve is never overwritten. Returns that folder or None."""
     names = [n for n in names if os.path.exists(os.path.join(run, n))]
     if not names:
@@ -321,7 +341,7 @@ def set_aside(run, names):
     return folder
 
 
-def newest_complete(run, say, step=None):
+def newest_complete(run: str, say: Callable[[str], Any], step: int | None = None) -> Checkpoint | None:
     """The Checkpoint with the highest step that is whole, or that of `step`; None where a run has none at all.
 
     A damaged one is named through say(sentence) and the one before it taken; UserError where all are damaged.
@@ -345,7 +365,7 @@ def newest_complete(run, say, step=None):
     return None
 
 
-def open_checkpoint(path):
+def open_checkpoint(path: str) -> Checkpoint:
     """A verified Checkpoint; UserError where it is damaged."""
     try:
         checkpoint = Checkpoint(path)
@@ -358,7 +378,7 @@ def open_checkpoint(path):
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def check_types(manifest):
+def check_types(manifest: dict[str, Any]) -> None:
     """KeyError, IndexError, TypeError or AttributeError where a manifest's fields are not of their types, or promise more values than its files have bytes."""
     def sizes(values):
         if not all(type(v) is int and v >= 0 for v in values):
@@ -383,13 +403,14 @@ def check_types(manifest):
 class Checkpoint:
     """A checkpoint on disk: its manifest at once, its tensors when asked for."""
 
-    def __init__(self, path, manifest=None):
+    def __init__(self, path: str, manifest: dict[str, Any] | None = None):
         """Reads path/manifest.json, or takes what another rank read of a folder that this one need not see."""
         self.path, self.manifest = path, manifest or self.read_manifest(path)
         self.step, self.samples = self.manifest["step"], self.manifest["samples"]
 
     @staticmethod
-    def read_manifest(path):
+    def read_manifest(path: str) -> dict[str, Any]:
+        """The manifest of a folder, a dict whose types and sizes hold together. Damaged where there is none, UserError where it is of another version."""
         try:
             with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
                 manifest = json.load(f)
@@ -416,7 +437,7 @@ class Checkpoint:
             raise Damaged("manifest.json names files outside the checkpoint")
         return manifest
 
-    def verify(self):
+    def verify(self) -> None:
         """Raises Damaged unless every file has the size and the checksum that the manifest names."""
         for name, expected in self.manifest["files"].items():
             path = os.path.join(self.path, name)
@@ -427,18 +448,20 @@ class Checkpoint:
             if file_checksum(path) != expected["crc32"]:
                 raise Damaged(f"{name} does not have the checksum it was written with")
 
-    def model_config(self):
+    def model_config(self) -> ModelConfig:
+        """The architecture that the weights are of."""
         return ModelConfig(**self.manifest["model"])
 
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer | None:
+        """That of the data it was trained on; None where nobody knew it. UserError where it is not to be had."""
         identity = self.manifest["tokenizer"]
         return tokenizer_from_identity(identity, self.path) if identity else None
 
-    def names(self, part):
+    def names(self, part: str) -> list[str]:
         """Names of the tensors of a part, "model" or "optimizer"."""
         return list(self.manifest["tensors"][part])
 
-    def read(self, part, name, rows=slice(None)):
+    def read(self, part: str, name: str, rows: slice = slice(None)) -> torch.Tensor:
         """Some rows of a tensor, put together from the files that hold parts of it; only those are read."""
         entry = self.manifest["tensors"][part][name]
         first, behind, _ = rows.indices(entry["shape"][0])
@@ -457,13 +480,13 @@ class Checkpoint:
                 whole[there] = part
         return torch.empty(0, *entry["shape"][1:]) if whole is None else whole
 
-    def sources(self, part):
+    def sources(self, part: str) -> Sources:
         """{name: (number of rows, function of a slice that reads those rows)} of a part, for fill()."""
-        return {n: (self.manifest["tensors"][part][n]["shape"], lambda rows, n=n: self.read(part, n, rows)) for n in self.names(part)}
+        return {n: (self.manifest["tensors"][part][n]["shape"], functools.partial(self.read, part, n)) for n in self.names(part)}
 
 
 @torch.no_grad()
-def fill(place, parameters, tensors, sources, where, send=False):
+def fill(place: Place, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], sources: Sources, where: str, send: bool = False) -> None:
     """Copies values into {name: this rank's tensor}, by name, a tensor at a time, only the rows that it holds.
 
     parameters: the model's, whose sharding the tensors (parameters themselves, or an optimizer's state named after them) follow.
@@ -490,7 +513,8 @@ def fill(place, parameters, tensors, sources, where, send=False):
             torch.distributed.broadcast(t, 0)
 
 
-def check_names(owner, sources, where):
+def check_names(owner: Mapping[str, torch.Tensor], sources: Sources, where: str) -> None:
+    """UserError that lists every name and shape of {name: parameter} that {name: (shape, function of a slice)} does not fit; `where`: whose sources they are."""
     missing, unexpected = sorted(set(owner) - set(sources)), sorted(set(sources) - set(owner))
     problems = [f"{where} lacks {', '.join(missing)}"] if missing else []
     problems += [f"{where} has {', '.join(unexpected)}, which this model has no place for"] if unexpected else []
@@ -503,7 +527,7 @@ def check_names(owner, sources, where):
         raise UserError(*problems)
 
 
-def check_room(run, parameters):
+def check_room(run: str, parameters: Mapping[str, torch.Tensor]) -> None:
     """UserError unless a checkpoint fits on the disk now, rather than after an hour of training."""
     needed, free = bytes_needed(parameters), shutil.disk_usage(run).free
     if free < needed:

@@ -5,6 +5,8 @@ import errno
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_SIGNAL = 1, 2, 130, 143
 
@@ -15,7 +17,7 @@ class UserError(Exception):
     Several faults found together are told together, a line each.
     """
 
-    def __init__(self, *sentences):
+    def __init__(self, *sentences: str):
         super().__init__("\n".join(sentences))
         self.sentences = sentences
 
@@ -24,12 +26,12 @@ class Recoverable(UserError):
     """A fault that is told as a UserError is, and that starting again from the last checkpoint may cure."""
 
 
-def is_full_disk(error):
+def is_full_disk(error: BaseException) -> bool:
     """True where the operating system says that no more can be written: disk, quota or file-size limit."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def full_disk(path, needed, error):
+def full_disk(path: str, needed: int | None, error: OSError) -> UserError:
     """The UserError for a write of `needed` bytes (None where not known) to `path` that did not fit."""
     folder = path
     while not os.path.isdir(folder):
@@ -41,7 +43,7 @@ def full_disk(path, needed, error):
 
 
 @contextlib.contextmanager
-def full_disk_told(path=None, needed=None):
+def full_disk_told(path: str | None = None, needed: int | None = None) -> Iterator[None]:
     """Turns a full disk met inside into full_disk()'s sentence, about `path` (None: the file that the system names)."""
     try:
         yield
@@ -51,12 +53,13 @@ def full_disk_told(path=None, needed=None):
         raise
 
 
-def tell(error):
+def tell(error: UserError) -> None:
+    """Prints an error's sentences on stderr, a line each."""
     for sentence in error.sentences:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
-def run_as_script(main):
+def run_as_script(main: Callable[[], int | None]) -> NoReturn:
     """Runs main() as a program: a UserError is printed as `error: ...` lines and ends with exit code 2."""
     try:
         code = main()

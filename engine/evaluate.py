@@ -1,26 +1,41 @@
 """Validation loss, and the answers that are right, over a fixed set of tokens, in a fixed order."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-from data.order import IGNORE, count_windows
+from data.order import IGNORE, WindowReader, count_windows
+from data.packing import MixedReader
+from data.shards import TokenDataset
+from engine.attention import Documents
 from engine.errors import UserError
 from engine.sync import all_gather, of_groups
 
+if TYPE_CHECKING:
+    from engine.processes import Place, Precision
+    from engine.watch import Watch
+    from model import GPT
 
-def check_split(dataset, split, block_size):
+Reader = WindowReader | MixedReader
+
+
+def check_split(dataset: TokenDataset, split: str, block_size: int) -> None:
     """UserError unless a split holds at least one window."""
     if count_windows(dataset.n_tokens, block_size) < 1:
         raise UserError(f"the {split} split of {dataset.path} has {dataset.n_tokens:,} tokens, a window of block_size={block_size} "
                         f"takes {block_size + 1:,}: prepare more text, or block_size={max(1, dataset.n_tokens - 1)} would work")
 
 
-def windows_of(reader, tokens):
+def windows_of(reader: Reader, tokens: int) -> int:
     """How many windows an evaluation over so many tokens takes."""
     return max(1, min(tokens // reader.block_size, reader.n_windows))
 
 
 @torch.no_grad()
-def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers=False):
+def evaluate(model: GPT, reader: Reader, tokens: int, batch_size: int, place: Place, precision: Precision, watch: Watch,
+             answers: bool = False) -> dict[str, float] | None:
     """{"loss": mean cross-entropy in nats a labelled token} over the first `tokens` tokens, as consecutive windows or rows of records (at
     least one). With `answers` also "answers", how many there are, and "accuracy", the share of them that are right.
 
@@ -52,7 +67,7 @@ def evaluate(model, reader, tokens, batch_size, place, precision, watch, answers
     return {**found, "answers": right[1].item(), "accuracy": right[0].item() / right[1].item()} if answers else found
 
 
-def right_answers(hits, targets, documents):
+def right_answers(hits: torch.Tensor, targets: torch.Tensor, documents: Documents) -> torch.Tensor:
     """(answers that are right, answers), int64. An answer is a run of labels (B, T) within a document, and right where all of its tokens
     are hits (B * T,): greedy decoding then gives it to its last token, which ends the turn. What was said before it is as in the record."""
     labelled, ids = (targets != IGNORE).flatten(), documents.ids().flatten()

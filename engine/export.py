@@ -154,7 +154,7 @@ def write_tensors(folder: str, family: Family, config: ModelConfig, sources: dic
     for file, names in zip(files, shards):
         tensors = {n: torch.empty(described[n][1], dtype=described[n][0], device="meta") for n in names}
         name_of = {t: n for n, t in tensors.items()}
-        write_safetensors(os.path.join(folder, file), tensors, lambda t: pieces(read(name_of[t])), metadata={"format": "pt"})
+        write_safetensors(os.path.join(folder, file), tensors, lambda t: pieces(read(name_of[t])), metadata={"format": "pt"})  # noqa: B023
     if len(files) > 1:
         where = {n: file for file, names in zip(files, shards) for n in names}
         write_json(os.path.join(folder, "model.safetensors.index.json"), {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from data.shards import TokenDataset, find_dataset
+from data.tokenizers import load_tokenizer, tokenizer_from_identity
 from engine import lora
 from engine.checkpoint import Checkpoint, list_steps, newest_complete, open_checkpoint
 from engine.config import ROOT, expected_type, nearest

@@ -1,43 +1,53 @@
 """What a run reads: finds its data sets or prepares them, checks them against the settings and the weights, and cuts them into samples."""
 
+from __future__ import annotations
+
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.order import WindowReader
 from data.packing import MixedReader, RecordReader
 from data.report import FILE as REPORT
 from data.report import copy_report, read_report, report_lines
 from data.shards import TokenDataset, find_dataset
-from data.tokenizers import load_tokenizer, tokenizer_from_identity
+from data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_identity
 from engine import config as settings
 from engine.errors import UserError
-from engine.evaluate import check_split, windows_of
-from engine.families import of_checkpoint, open_weights
+from engine.evaluate import Reader, check_split, windows_of
+from engine.families import Weights, of_checkpoint, open_weights
+
+if TYPE_CHECKING:
+    from engine.checkpoint import Checkpoint
+    from engine.config import Config
+    from engine.processes import Place
+
+Say = Callable[[str], Any]
 
 
 @dataclass
 class Feed:
     """The readers of samples, and whose tokens they are."""
 
-    train: Any
-    val: Any  # None where nothing is evaluated, as
-    general: Any  # general_dataset's, None without one
-    tokenizer: Any  # None where nothing says which one it is
+    train: Reader
+    val: Any  # a Reader, None where nothing is evaluated, as
+    general: Reader | None  # general_dataset's, None without one
+    tokenizer: Tokenizer | None  # None where nothing says which one it is
     tokenizer_identity: dict | None
 
     @property
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """Of the tokens that are trained on."""
         return self.train.fingerprint
 
-    def everything(self):
+    def everything(self) -> str:
         """Of all tokens that ranks have to hold alike."""
         return "/".join(reader.fingerprint for reader in (self.train, self.val, self.general) if reader)
 
 
-def open_feed(place, config, weights, resumed):
+def open_feed(place: Place, config: Config, weights: Weights | None, resumed: Checkpoint | None) -> Feed:
     """The Feed of a run, on all ranks. Fills in what follows from the data: vocab_size, max_iters, and the rest of the settings
     with them (resolve)."""
     if place.local_rank == 0 or place.store is None:  # one process of a machine prepares, if there is something to prepare
@@ -51,7 +61,7 @@ def open_feed(place, config, weights, resumed):
         return read_folders(config, weights, folders, place.say)
 
 
-def find_folders(config, weights, resumed, place):
+def find_folders(config: Config, weights: Weights | None, resumed: Checkpoint | None, place: Place) -> dict[str, str]:
     """{setting: folder} of the data sets that a config names, prepared where they were not."""
     folders = {"dataset": find_records(config, weights, resumed, place) if config.task == "sft" else find_text(config.dataset, place.say)}
     for key in ("general_dataset", "replay_dataset"):
@@ -60,7 +70,7 @@ def find_folders(config, weights, resumed, place):
     return folders
 
 
-def find_text(name, say):
+def find_text(name: str, say: Say) -> str:
     """The folder of a data set; `stdlib`, which needs no network, is prepared on the way."""
     try:
         return find_dataset(name, settings.ROOT)
@@ -73,7 +83,7 @@ def find_text(name, say):
     return prepare("stdlib")
 
 
-def find_records(config, weights, resumed, place):
+def find_records(config: Config, weights: Weights | None, resumed: Checkpoint | None, place: Place) -> str:
     """The folder of a data set of records; what has not been prepared yet is, with the tokenizer of the weights."""
     try:
         folder = find_dataset(config.dataset, settings.ROOT)
@@ -95,7 +105,7 @@ def find_records(config, weights, resumed, place):
                    skip_bad=config.skip_bad, quiet=True)
 
 
-def tokenizer_of(resumed, config):
+def tokenizer_of(resumed: Checkpoint, config: Config) -> Tokenizer | None:
     """The tokenizer of a run that goes on. On a machine that does not see its folder, that of the weights it started from."""
     try:
         return of_checkpoint(resumed).tokenizer
@@ -105,7 +115,7 @@ def tokenizer_of(resumed, config):
         return open_weights(config.init_from).tokenizer
 
 
-def read_folders(config, weights, folders, say):
+def read_folders(config: Config, weights: Weights | None, folders: dict[str, str], say: Say) -> Feed:
     """The Feed of data sets that are there; UserError where they do not fit the settings, the weights or each other."""
     folder, evaluated = folders["dataset"], bool(config.eval_interval or config.eval_only)
     train = TokenDataset(folder, "train")
@@ -155,12 +165,12 @@ def read_folders(config, weights, folders, say):
     return feed
 
 
-def updates_of(config, samples):
+def updates_of(config: Config, samples: Reader) -> int:
     """The updates that num_epochs takes, the last one going on into the next epoch."""
     return max(1, math.ceil(config.num_epochs * samples.epoch / (config.micro_batches * config.batch_size) - 1e-9))
 
 
-def check_task(dataset, config):
+def check_task(dataset: TokenDataset, config: Config) -> None:
     """UserError unless a data set is of the kind that the task trains on, made as the settings say."""
     if dataset.marked and config.task != "sft":
         raise UserError(f"{dataset.path} holds records of which some tokens are to be learnt: --task=sft trains on them")
@@ -174,13 +184,13 @@ def check_task(dataset, config):
     config.train_on = made
 
 
-def about_records(dataset):
+def about_records(dataset: TokenDataset) -> dict[str, Any]:
     """What meta.json says of how records were prepared."""
     found = dataset.meta.get("sft")
     return found if isinstance(found, dict) else {}
 
 
-def tell_report(samples, run, config, say):
+def tell_report(samples: Reader, run: str, config: Config, say: Say) -> None:
     """Says what the records are like that are trained on, and puts their report into the run's folder."""
     folder = os.path.abspath(samples.dataset.path)
     if config.task != "sft" or not os.path.exists(os.path.join(folder, REPORT)):
@@ -190,7 +200,7 @@ def tell_report(samples, run, config, say):
         copy_report(folder, run)
 
 
-def find_tokenizer(dataset, folder, weights, vocab_size, task, say):
+def find_tokenizer(dataset: TokenDataset, folder: str, weights: Weights | None, vocab_size: int, task: str, say: Say) -> Tokenizer | None:
     """The data set's tokenizer (GPT-2's for bare files of its vocabulary), or None; UserError where the weights have another."""
     tokenizer = None
     if dataset.tokenizer_identity:
@@ -209,7 +219,8 @@ def find_tokenizer(dataset, folder, weights, vocab_size, task, say):
     return tokenizer
 
 
-def check_same_tokenizer(dataset, folder, key, tokenizer):
+def check_same_tokenizer(dataset: TokenDataset, folder: str, key: str, tokenizer: Tokenizer | None) -> None:
+    """UserError where the data set that the setting `key` names has ids of another tokenizer."""
     identity = dataset.tokenizer_identity
     if not tokenizer or not identity or identity["fingerprint"] == tokenizer.fingerprint:
         return
@@ -218,9 +229,9 @@ def check_same_tokenizer(dataset, folder, key, tokenizer):
                         "that one (prepare.py --tokenizer=...)")
 
 
-def document_end(dataset, tokenizer):
+def document_end(dataset: TokenDataset, tokenizer: Tokenizer | None) -> int:
     """The id that ends a document of a data set."""
-    eot_id = dataset.tokenizer_identity["eot_id"] if dataset.tokenizer_identity else tokenizer and tokenizer.eot_id
+    eot_id = dataset.tokenizer_identity["eot_id"] if dataset.tokenizer_identity else tokenizer.eot_id if tokenizer else None
     if eot_id is None:
         raise UserError(f"document_mask=True, but nothing says which token ends a document of {dataset.path}: prepare it with prepare.py, or leave "
                         "document_mask out")

@@ -5,9 +5,13 @@ GPT-2 and GPT-3 papers normalise by length; the one of least summed loss is told
 a line with ctx, endings and label: github.com/rowanz/hellaswag, data/hellaswag_val.jsonl, 10,042 items.
 """
 
+from __future__ import annotations
+
+import functools
 import hashlib
 import json
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +19,12 @@ import torch.nn.functional as F
 from data.sources import require_hub
 from engine.errors import UserError
 from engine.sync import all_gather
-from model import IGNORE
+from model import GPT, IGNORE
+
+if TYPE_CHECKING:
+    from data.tokenizers import Tokenizer
+    from engine.processes import Place, Precision
+    from engine.watch import Watch
 
 
 class Items:
@@ -24,7 +33,7 @@ class Items:
     x, y: (items, endings, T) int64, inputs and targets, IGNORE but for an ending's tokens; labels: (items,), the right endings.
     """
 
-    def __init__(self, rows, labels):
+    def __init__(self, rows: list[list[tuple[list[int], int]]], labels: list[int]):
         """rows: for each item a list of (tokens, how many of them are the ending)."""
         T = max(len(tokens) for item in rows for tokens, _ in item) - 1
         self.x = torch.zeros(len(rows), len(rows[0]), T, dtype=torch.int64)
@@ -37,11 +46,11 @@ class Items:
         self.labels = torch.tensor(labels)
         self.fingerprint = hashlib.sha256(self.x.numpy().tobytes() + self.y.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
 
-def find_file(name):
+def find_file(name: str) -> str:
     """The path of a .jsonl: of this machine, or OWNER/NAME/FILE.jsonl of a data set on the Hugging Face hub or in its cache."""
     if os.path.isfile(name):
         return name
@@ -52,21 +61,21 @@ def find_file(name):
                         "github.com/rowanz/hellaswag, or OWNER/NAME/FILE.jsonl on the Hugging Face hub")
     import huggingface_hub
 
-    repository = {"repo_id": f"{owner}/{dataset}", "filename": file, "repo_type": "dataset"}
+    download = functools.partial(huggingface_hub.hf_hub_download, repo_id=f"{owner}/{dataset}", filename=file, repo_type="dataset")
     try:
-        return huggingface_hub.hf_hub_download(**repository, local_files_only=True)
+        return download(local_files_only=True)
     except Exception:  # not in its cache
         pass
     try:
         require_hub(name)
-        return huggingface_hub.hf_hub_download(**repository)
+        return download()
     except Exception as error:  # of many kinds
         reason = "there is no network" if isinstance(error, UserError) else type(error).__name__
         raise UserError(f"hellaswag={name} is no file here, and {file} of the data set {owner}/{dataset} is not in the Hugging Face cache and cannot be had "
                         f"from the hub ({reason}); expected the path of a .jsonl, or OWNER/NAME/FILE.jsonl") from None
 
 
-def read_items(name, most, tokenizer, block_size, vocab_size):
+def read_items(name: str, most: int, tokenizer: Tokenizer | None, block_size: int, vocab_size: int) -> Items:
     """The first `most` Items (0: all) of a file, in its order. Rows longer than block_size + 1 tokens lose their start, as a model would read them.
 
     UserError where there is no tokenizer, or a line is no item with a label.
@@ -100,7 +109,7 @@ def read_items(name, most, tokenizer, block_size, vocab_size):
 
 
 @torch.no_grad()
-def choose(model, items, batch_size, place, precision, watch):
+def choose(model: GPT, items: Items, batch_size: int, place: Place, precision: Precision, watch: Watch) -> torch.Tensor | None:
     """(items, 2) int64 on every rank: the ending of least mean loss and that of least summed loss of each item; None where all ranks have been told
     to stop.
 
@@ -129,7 +138,7 @@ def choose(model, items, batch_size, place, precision, watch):
     return chosen.reshape(-1, 2)[:len(items)].cpu()
 
 
-def score(model, items, batch_size, place, precision, watch):
+def score(model: GPT, items: Items, batch_size: int, place: Place, precision: Precision, watch: Watch) -> dict[str, float] | None:
     """{acc_norm, acc, items}: the shares of items whose right ending has the least mean loss, and the least summed loss; None where all stop."""
     chosen = choose(model, items, batch_size, place, precision, watch)
     if chosen is None:

@@ -5,15 +5,23 @@ adapts. Only A and B have gradients and optimizer state, and only they are excha
 reads W + (alpha / rank) B A in place of W, and knows of no adapters.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from data.order import derive_seed
 from engine import matmul
 from engine.errors import UserError
-from model import Block, Linear
+from model import GPT, Block, Linear, ModelConfig
+
+if TYPE_CHECKING:
+    from engine.checkpoint import Read, Source, Sources
+    from engine.config import Config
 
 PARAMETERS = (".lora_a", ".lora_b")
 BLOCK = 256  # rows of a matrix that are merged at a time
@@ -22,13 +30,14 @@ BLOCK = 256  # rows of a matrix that are merged at a time
 class LoraLinear(Linear):
     """A Linear whose own weight and bias are as they were, with an adapter beside it: (..., in) -> (..., out)."""
 
-    def __init__(self, linear, rank, scale):
+    def __init__(self, linear: Linear, rank: int, scale: float):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.lora_a = torch.nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
         self.lora_b = torch.nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in) -> (..., out), in the type of autocast where it is on."""
         # its two gradients meet here, in the computing type, before they meet others': FSDP's hook on the input of a group's first Linear, which
         # is q, would make another order of that sum, and other bits than one process has
         kind = x.device.type
@@ -36,7 +45,7 @@ class LoraLinear(Linear):
         return torch.add(super().forward(x), matmul.linear(matmul.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
-def resolve(config, model_config):
+def resolve(config: Config, model_config: ModelConfig) -> None:
     """Fills in lora_alpha and lora_targets of a run's settings; UserError where the blocks of a ModelConfig have no such adapters."""
     c = config
     if not c.lora_rank:
@@ -56,19 +65,19 @@ def resolve(config, model_config):
     c.lora_alpha, c.lora_targets = 2.0 * c.lora_rank if c.lora_alpha is None else c.lora_alpha, ",".join(targets)
 
 
-def add_adapters(model, config):
+def add_adapters(model: GPT, config: Config) -> None:
     """Freezes a GPT and gives the blocks' Linears that resolve() has found adapters, without values yet; nothing where lora_rank is 0."""
     if not config.lora_rank:
         return
     model.requires_grad_(False)
     for block in model.blocks:
-        for part in (block.attn, block.mlp):
+        for part in block.children():
             for name, linear in list(part.named_children()):
                 if isinstance(linear, Linear) and name in config.lora_targets.split(","):
                     setattr(part, name, LoraLinear(linear, config.lora_rank, config.lora_alpha / config.lora_rank))
 
 
-def first_values(parameters, seed):
+def first_values(parameters: Mapping[str, torch.Tensor], seed: int) -> Sources:
     """{name: (shape, function of a slice that draws those rows)} of the adapters among {name: parameter}, functions of (seed, name): A uniform
     in +-1/sqrt(in), as the paper's own code draws it, and B zero."""
     def draw(name, shape, rows):
@@ -80,7 +89,7 @@ def first_values(parameters, seed):
     return {name: (p.shape, functools.partial(draw, name, p.shape)) for name, p in parameters.items() if name.endswith(PARAMETERS)}
 
 
-def merged(sources, settings, where):
+def merged(sources: Sources, settings: dict[str, Any], where: str) -> Sources:
     """sources {name: (shape, function of a slice that reads those rows)} of a checkpoint trained under `settings`, without adapters: each
     weight that has one is read as W + (alpha / rank) B A. UserError where they do not fit together."""
     found = {name: source for name, source in sources.items() if not name.endswith(PARAMETERS)}
@@ -94,7 +103,7 @@ def merged(sources, settings, where):
     return found
 
 
-def merged_rows(weight, read_a, read_b, scale, rows):
+def merged_rows(weight: Source, read_a: Read, read_b: Read, scale: float, rows: slice) -> torch.Tensor:
     """Some rows of W + scale B A. B A is made in blocks of rows that do not follow which ones are asked for: the same bits for any shard."""
     (count, _), read = weight
     first, behind, _ = rows.indices(count)

@@ -23,7 +23,7 @@ from engine.trackers import TensorBoard, Trackers, Wandb
 
 # Dense peak of the matrix units in TFLOP/s by dtype, from the makers' data sheets (without sparsity; float32 as TF32). The
 # first that stands as a word in torch.cuda.get_device_name() counts; a device that is not here is measured.
-GPU_PEAKS = [
+GPU_PEAKS: list[tuple[str, dict[str, float]]] = [
     ("B300", {"bfloat16": 2250, "float16": 2250, "float32": 1100}),
     ("B200", {"bfloat16": 2250, "float16": 2250, "float32": 1100}),
     ("H200", {"bfloat16": 989, "float16": 989, "float32": 494}),
@@ -308,7 +308,7 @@ def last_bit_units(a: float, b: float) -> str:
     float64. Floats of one sign stand in the order of their bits read as integers, so the distance of those is the count of steps between them."""
     if isinstance(a, int) and isinstance(b, int):
         return f"{abs(a - b):,}"
-    for name, real, integer in (("float32", "f", "I"), ("float64", "d", "Q")):
+    for name, real, integer in (("float32", "f", "I"), ("float64", "d", "Q")):  # noqa: B007
         try:
             if name == "float64" or all(same(struct.unpack(real, struct.pack(real, x))[0], x) for x in (a, b)):
                 break

@@ -331,7 +331,7 @@ def start(place, config):
             config.threads = 1  # a LayerNorm's weight gradient has other last bits on two threads
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over each new tensor
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid that costs a pass over each new tensor
     if place.store is not None and config.device in ("auto", "cuda") and torch.cuda.is_available():
         config.device = f"cuda:{place.local_rank}"  # each process of a machine its own
     place.device, precision = use_device(config)

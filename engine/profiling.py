@@ -1,10 +1,13 @@
 """Where an update's time goes: `--profile=N` puts N updates under torch.profiler, after some that warm up, and the run goes on."""
 
 import os
+from typing import Any
 
 import torch
 
+from engine.config import Config
 from engine.errors import UserError
+from engine.processes import Place
 from engine.recovery import usable
 
 WARMUP = 3  # updates before: the first compile and tune, the last already runs under the profiler
@@ -13,7 +16,7 @@ WARMUP = 3  # updates before: the first compile and tune, the last already runs 
 class Profiler:
     """Rank 0's updates under torch.profiler: a table of the most expensive operations, a Chrome trace and on cuda a memory snapshot."""
 
-    def __init__(self, config, place, step):
+    def __init__(self, config: Config, place: Place, step: int):
         """step: updates made until now. UserError where too few follow."""
         self.profile, self.place, self.made, self.first = None, place, 0, step + WARMUP + 1
         if not config.profile:
@@ -28,7 +31,7 @@ class Profiler:
                 activities=[torch.profiler.ProfilerActivity.CPU, *cuda], record_shapes=True, acc_events=True,
                 schedule=torch.profiler.schedule(wait=WARMUP - 2, warmup=1, active=config.profile, repeat=1), on_trace_ready=self.write)
 
-    def update_done(self):
+    def update_done(self) -> None:
         """To be called after each update."""
         if self.profile is None:
             return
@@ -43,7 +46,7 @@ class Profiler:
             self.profile.stop()
             self.profile = None
 
-    def write(self, profile):
+    def write(self, profile: torch.profiler.profile) -> None:
         """Puts down what was found; torch.profiler calls it after the last update."""
         last = self.first + self.updates - 1
         name = os.path.join(self.folder, f"updates_{self.first}_to_{last}")
@@ -57,7 +60,7 @@ class Profiler:
                        + (f"; {name}.memory.pickle who holds memory: pytorch.org/memory_viz" if self.place.device.type == "cuda" else ""))
 
 
-def table(events, updates, device, rows=10):
+def table(events: list[Any], updates: int, device: str, rows: int = 10) -> str:
     """The operations that take most time themselves, without what they call. events: of key_averages(), times in microseconds."""
     def own(event):
         return event.self_device_time_total if device == "cuda" else event.self_cpu_time_total

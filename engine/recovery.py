@@ -4,6 +4,8 @@ folder. (watch.py: signals and hangs.)
 Imports nothing heavy: a restarted worker of a job that has ended is gone before torch is loaded.
 """
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import json
@@ -14,8 +16,14 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_SIGNAL, Recoverable, UserError, full_disk_told, tell
+
+if TYPE_CHECKING:
+    from engine.processes import Place
+    from engine.watch import Watch
 
 try:
     import fcntl
@@ -31,7 +39,7 @@ class Stopped(BaseException):
     """A signal, by its name, before the first update: there is nothing to save. No Exception, so that no handler takes it for a fault."""
 
 
-def parent_started():
+def parent_started() -> str:
     """When torchrun, the parent process, was started, in clock ticks since boot; "" where the system does not say."""
     try:
         with open(f"/proc/{os.getppid()}/stat") as f:
@@ -40,7 +48,7 @@ def parent_started():
         return ""
 
 
-def job_seconds():
+def job_seconds() -> float:
     """Seconds since the command was started: torchrun's, where there is one, so that restarts count in."""
     ticks = parent_started() if "TORCHELASTIC_RUN_ID" in os.environ else ""
     if not ticks:
@@ -49,7 +57,7 @@ def job_seconds():
         return float(f.read().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def job_mark():
+def job_mark() -> str | None:
     """A file that says that this torchrun's job has ended for good: torchrun starts the workers again, and they leave at once.
     None where there is no torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -58,7 +66,7 @@ def job_mark():
     return os.path.join(tempfile.gettempdir(), f"boringgpt-{os.getuid()}-{os.getppid()}-{parent_started()}.ended")
 
 
-def mark_ended(code):
+def mark_ended(code: int) -> None:
     """Lets the workers that torchrun may start again leave with this code: a restart would not cure, or nobody wants one."""
     mark = job_mark()
     if mark and os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS"):  # else nobody comes after this
@@ -66,7 +74,7 @@ def mark_ended(code):
             f.write(str(code))
 
 
-def leave_if_ended():
+def leave_if_ended() -> None:
     """Ends a worker that torchrun has started again after the job has ended for good."""
     mark, restarts = job_mark(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if mark is None or restarts == "0":
@@ -85,7 +93,7 @@ def leave_if_ended():
 
 
 @contextlib.contextmanager
-def told_once(place, watch):
+def told_once(place: Place, watch: Watch) -> Iterator[None]:
     """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
     without collectives, since the others may wait in one."""
     try:
@@ -114,7 +122,7 @@ def told_once(place, watch):
         end_process(place, EXIT_FAILED)
 
 
-def first_to(place, what):
+def first_to(place: Place, what: str) -> bool:
     """Whether this rank is the first of all to come here, or cannot know: the store may have died with its host, or the network."""
     answer = []
 
@@ -128,12 +136,13 @@ def first_to(place, what):
     return answer != [False]
 
 
-def write_error(text):
+def write_error(text: str) -> None:
+    """Puts text on stderr in one write, behind what stdout holds."""
     sys.stdout.flush()
     os.write(sys.stderr.fileno(), text.encode())
 
 
-def end_process(place, code, for_good=False):
+def end_process(place: Place, code: int, for_good: bool = False) -> NoReturn:
     """Leaves at once, whatever other threads are at; for_good: what torchrun starts again leaves too."""
     if for_good:
         mark_ended(code)
@@ -143,7 +152,7 @@ def end_process(place, code, for_good=False):
 
 
 @contextlib.contextmanager
-def usable(run):
+def usable(run: str) -> Iterator[None]:
     """Around work on a run's folder: what the operating system refuses there is the user's to mend."""
     try:
         with full_disk_told():
@@ -157,18 +166,18 @@ class BadSteps:
     checkpoint, in case the state is what is broken, and passes over their samples on the way; bad again before the next checkpoint,
     and it ends."""
 
-    def __init__(self, most):
+    def __init__(self, most: int):
         self.most, self.in_row = most, 0
         self.found, self.ahead = {}, {}  # first sample -> samples: met, and to pass over
         self.went_back_to = None
 
-    def skip(self, first, count, counts):
+    def skip(self, first: int, count: int, counts: bool) -> bool:
         """Notes a bad update; `counts` is False where float16 is only looking for its loss scale. True where it is one too many."""
         self.found[first] = count
         self.in_row += counts
         return self.in_row >= self.most
 
-    def go_back(self, step, samples):
+    def go_back(self, step: int, samples: int) -> bool:
         """The run is at the checkpoint of `step` again, its next sample is `samples`. False where it has been sent there before."""
         again = self.went_back_to == step
         self.went_back_to, self.in_row = step, 0
@@ -184,7 +193,7 @@ class SlowRanks:
     def __init__(self):
         self.rows = {}  # rank -> updates in a row
 
-    def note(self, seconds):
+    def note(self, seconds: list[float]) -> list[tuple[int, float]]:
         """seconds: each rank's own work of an update. [(rank, times the median)] of ranks to name now."""
         median = sorted(seconds)[(len(seconds) - 1) // 2]
         slow = {r for r, s in enumerate(seconds) if s > self.MARGIN * median and s - median > self.LEAST_SECONDS}
@@ -197,7 +206,7 @@ class RunLock:
 
     STALE_AFTER = 600  # seconds without a sign of life, on file systems without locks
 
-    def __init__(self, out_dir):
+    def __init__(self, out_dir: str):
         self.path = os.path.join(out_dir, "lock")
         self.file = open(self.path, "a+")
         try:
@@ -213,14 +222,15 @@ class RunLock:
                 self._refuse()
         self.touch()
 
-    def touch(self):
+    def touch(self) -> None:
         """Says who holds it, and that the holder lives."""
         self.file.seek(0)
         self.file.truncate()
         json.dump({"host": socket.gethostname(), "pid": os.getpid()}, self.file)
         self.file.flush()
 
-    def release(self):
+    def release(self) -> None:
+        """Lets the folder go; the file stays, empty."""
         self.file.seek(0)
         self.file.truncate()  # the empty file stays: deleting it would race with a job that has just opened it
         self.file.close()

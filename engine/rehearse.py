@@ -15,21 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from data.shards import BEGIN, LABEL, META_VERSION, ShardWriter, write_meta
 from data.tokenizers import load_tokenizer
 from engine import checkpoint as ckpt
-from engine.config import ROOT
+from engine.config import ROOT, Config
 from engine.errors import EXIT_FAILED, UserError
+from engine.processes import Place
 
 STEPS, SAVE_EVERY = 40, 10
 SECONDS = 180  # a rehearsal takes 5 to 20, and 30 more where torchrun has to end a process that waits
 VOCABULARY = 257  # odd, so that the padding of the embedding is rehearsed too
 
 
-def rehearse(argv, config, place, say, train):
+def rehearse(argv: list[str], config: Config, place: Place, say: Callable[[str], Any], train: Callable[[list[str]], Any]) -> int:
     """Rehearses the loaded Config that the command line `argv` stands for; train(argv) makes a run. Returns the exit code."""
     if place.store is not None:
         return rehearse_here(argv, config, place, say, train)
@@ -64,7 +67,7 @@ def rehearse(argv, config, place, say, train):
     return 0
 
 
-def rehearse_here(argv, config, place, say, train):
+def rehearse_here(argv: list[str], config: Config, place: Place, say: Callable[[str], Any], train: Callable[[list[str]], Any]) -> int:
     """The rehearsal of processes that torchrun has started already."""
     layout, mesh = shrunk_layout(config)
     layout = "ddp" if layout == "single" else layout
@@ -92,7 +95,8 @@ def rehearse_here(argv, config, place, say, train):
     return EXIT_FAILED if found else 0
 
 
-def processes(n):
+def processes(n: int) -> str:
+    """So many processes, in words."""
     return "1 process" if n == 1 else f"{n} processes"
 
 
@@ -100,7 +104,7 @@ class Failed(Exception):
     """The reason why a rehearsal did not work out."""
 
 
-def shrunk_layout(config):
+def shrunk_layout(config: Config) -> tuple[str, dict[str, int]]:
     """The rung's layout, and its mesh with each axis shrunk to 2."""
     sharded = config.parallel == "fsdp" or config.dp_replicate > 1
     mesh = {"dp_replicate": min(2, config.dp_replicate), "dp_shard": 2 if sharded else 1, "cp": min(2, config.cp), "tp": min(2, config.tp)}
@@ -108,7 +112,7 @@ def shrunk_layout(config):
     return layout, mesh
 
 
-def toy_settings(config, mesh, micro_batches):
+def toy_settings(config: Config, mesh: dict[str, int], micro_batches: int) -> dict[str, Any]:
     """Settings over the rung's that make it small and keep its kinds: grouped queries, a head size of its own, a wider MLP, accumulation,
     clipping, dropout, optimizer, schedule, checkpointing of activations and whatever else is not named here."""
     heads = config.n_kv_head or config.n_head
@@ -130,7 +134,7 @@ def toy_settings(config, mesh, micro_batches):
     }
 
 
-def toy_data(config, folder):
+def toy_data(config: Config, folder: str) -> dict[str, str]:
     """{setting: folder} of made-up data sets of the kinds that the rung reads: the architecture does not care what they say."""
     tokenizer, rng = load_tokenizer("byte"), np.random.default_rng(0)  # of VOCABULARY ids
 
@@ -155,7 +159,7 @@ def toy_data(config, folder):
     return found
 
 
-def run_and_kill(command, layout, run, log):
+def run_and_kill(command: list[str], layout: str, run: str, log: str) -> int:
     """Runs the command, kills rank 0's process once a checkpoint exists, and sees the run to its end. Returns the step of the newest
     checkpoint at that moment; Failed where that does not work."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": os.path.dirname(run)}  # torchrun leaves folders in it
@@ -192,7 +196,7 @@ def run_and_kill(command, layout, run, log):
     return killed
 
 
-def holder(run):
+def holder(run: str) -> int:
     """The process id of rank 0, from the run's lock; ProcessLookupError where the run has let go of it."""
     for _ in range(100):
         with open(os.path.join(run, "lock"), encoding="utf-8") as f:
@@ -202,7 +206,7 @@ def holder(run):
     raise ProcessLookupError
 
 
-def what_went_wrong(run, layout, ranks, mesh, killed):
+def what_went_wrong(run: str, layout: str, ranks: int, mesh: dict[str, int], killed: int) -> str | None:
     """None, or the sentence that says what a finished rehearsal should have left and did not."""
     with open(os.path.join(run, "config.json"), encoding="utf-8") as f:
         saved = json.load(f)
@@ -220,16 +224,18 @@ def what_went_wrong(run, layout, ranks, mesh, killed):
     return None
 
 
-def records(run):
+def records(run: str) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
     with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
 
-def resumptions(run):
+def resumptions(run: str) -> list[int]:
+    """The updates whose checkpoints a run went on from."""
     return [r["step"] for r in records(run) if r["kind"] == "event" and r["event"] == "resumed"]
 
 
-def last_lines(log, count=20):
+def last_lines(log: str, count: int = 20) -> str:
     """From the last fault that a rank told, where one did: torchrun's long report comes after it."""
     with open(log, encoding="utf-8", errors="replace") as f:
         lines = f.read().splitlines()

@@ -4,9 +4,13 @@ A change of the architecture or the tokenizer stops a run that goes on, a change
 --allow_change is given, and everything else is free.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from engine import checkpoint as ckpt
 from engine import lora
@@ -14,8 +18,18 @@ from engine.config import ADAPTERS, ARCHITECTURE, CURVE, ROPE
 from engine.errors import UserError
 from engine.families import with_new_rows
 
+if TYPE_CHECKING:
+    from engine.config import Config
+    from engine.families import Weights
+    from engine.feed import Feed
+    from engine.optim import AdamW, LossScale, Muon
+    from engine.processes import Place
+    from model import GPT, ModelConfig
 
-def began_in_this_job(run, place):
+Say = Callable[[str], Any]
+
+
+def began_in_this_job(run: str, place: Place) -> bool:
     """Whether a run's last start was one of this job's, which torchrun starts again where a process fails or machines come and go."""
     try:
         return time.time() - os.path.getmtime(os.path.join(run, "config.json")) < time.monotonic() - place.job_started
@@ -23,7 +37,7 @@ def began_in_this_job(run, place):
         return False
 
 
-def find_resumable(run, config, place):
+def find_resumable(run: str, config: Config, place: Place) -> ckpt.Checkpoint | None:
     """The checkpoint that this start goes on from, or None for a new run."""
     if config.resume == "never" and config.resume_step is not None:
         raise UserError(f"resume=never starts anew and resume_step={config.resume_step} goes back: give one of the two")
@@ -40,13 +54,14 @@ def find_resumable(run, config, place):
     return ckpt.newest_complete(run, place.say, config.resume_step)
 
 
-def share(place, checkpoint):
+def share(place: Place, checkpoint: ckpt.Checkpoint | None) -> ckpt.Checkpoint | None:
     """Rank 0's Checkpoint, or None, on every rank; their machines need not see its folder."""
     found = place.from_first(checkpoint and {"path": checkpoint.path, "manifest": checkpoint.manifest})
     return checkpoint or found and ckpt.Checkpoint(**found)
 
 
-def load_values(place, model, optimizer, scale, config, resumed, weights):
+def load_values(place: Place, model: GPT, optimizer: AdamW | Muon, scale: LossScale, config: Config, resumed: ckpt.Checkpoint | None,
+                weights: Weights | None) -> tuple[int, int, list[list[int]]]:
     """Gives model, optimizer and loss scale the values that a run starts from: a checkpoint's, other weights' or first ones.
 
     Returns (updates made, samples seen, [[step, first sample, samples] of each update passed over]).
@@ -77,12 +92,13 @@ def load_values(place, model, optimizer, scale, config, resumed, weights):
     return 0, 0, []
 
 
-def tell_architecture(config, found, where, say):
+def tell_architecture(config: Config, found: ModelConfig, where: str, say: Say) -> None:
+    """Gives the architecture of found weights to a config (take_architecture) and says what changes by it."""
     for sentence in take_architecture(config, found, where):
         say(f"note: {sentence}")
 
 
-def check_resumable(resumed, config, feed, say):
+def check_resumable(resumed: ckpt.Checkpoint, config: Config, feed: Feed, say: Say) -> list[tuple[str, Any, Any]]:
     """Stops a resume that would change the architecture, the tokenizer or, unasked, the curve; returns allowed changes."""
     saved = resumed.manifest
     if sentence := keep_saved(config, saved["config"]):
@@ -102,7 +118,7 @@ def check_resumable(resumed, config, feed, say):
     return changed
 
 
-def take_architecture(config, model, where):
+def take_architecture(config: Config, model: ModelConfig, where: str) -> list[str]:
     """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
 
     What the command line said must agree. A smaller block_size stands, since weights can be cropped to it; so do a larger one and the settings
@@ -143,14 +159,14 @@ def take_architecture(config, model, where):
     return sentences
 
 
-def original_context(model):
+def original_context(model: ModelConfig) -> int:
     """Tokens that a ModelConfig with rope was trained on before any scaling."""
     if model.rope_scaling is None:
         return model.block_size
     return round(model.block_size / model.rope_scaling) if model.rope_scaling_type == "linear" else model.rope_original_context
 
 
-def tell_other_run(config, resumed, say):
+def tell_other_run(config: Config, resumed: ckpt.Checkpoint, say) -> None:
     """Says what the settings mean that a run which goes on does not have; UserError where it is a run of another kind. Before any data is looked for."""
     saved = resumed.manifest["config"]
     if saved.get("task", config.task) != config.task:
@@ -162,7 +178,7 @@ def tell_other_run(config, resumed, say):
                 "(another --out_dir starts a new run)")
 
 
-def outlook(config, step):
+def outlook(config: Config, step: int) -> str:
     """What is worth knowing of the updates that a run has before it."""
     if step >= config.max_iters:
         return f"; max_iters={config.max_iters:,}, so there is nothing left to train: a larger --max_iters goes on, another --out_dir starts a new run"
@@ -172,7 +188,7 @@ def outlook(config, step):
     return ""
 
 
-def keep_saved(config, saved):
+def keep_saved(config: Config, saved: dict[str, Any]) -> str | None:
     """Settings that nobody gave and that a longer max_iters must not move: a resumed run keeps the saved ones.
 
     Returns a sentence to say, or None.
@@ -186,7 +202,7 @@ def keep_saved(config, saved):
             "to stretch the schedule give --lr_decay_iters and --allow_change")
 
 
-def compare_with_saved(config, saved, where):
+def compare_with_saved(config: Config, saved: dict[str, Any], where: str) -> list[tuple[str, Any, Any]]:
     """Checks a resumed run's settings against the checkpoint's; returns [(key, saved, now)] of allowed changes of the curve."""
     def changes(keys):
         return [(k, saved[k], getattr(config, k)) for k in keys if k in saved and saved[k] != getattr(config, k)]
@@ -202,7 +218,7 @@ def compare_with_saved(config, saved, where):
     return curve
 
 
-def set_beyond_aside(run, resumed, config, say):
+def set_beyond_aside(run: str, resumed: ckpt.Checkpoint | None, config: Config, say: Say) -> None:
     """Moves what lies beyond the step a run goes on from out of its way: it belongs to another curve."""
     if not resumed and config.resume != "never":
         return
@@ -217,7 +233,7 @@ def set_beyond_aside(run, resumed, config, say):
         say(f"what {run} held of an earlier curve is now in {moved}")
 
 
-def best_step(run):
+def best_step(run: str) -> int:
     """The step of the checkpoint kept as best, -1 where there is none."""
     try:
         return ckpt.Checkpoint(os.path.join(run, "checkpoints", "best")).step

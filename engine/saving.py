@@ -5,25 +5,39 @@ only what it has not read by then is copied. The thread's ranks meet in the stor
 collective of theirs comes between those of the loop.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import os
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine import checkpoint as ckpt
-from engine.recovery import usable
+from engine.recovery import RunLock, usable
 from engine.resume import best_step
-from engine.sync import local
+from engine.sync import Sync, local
+
+if TYPE_CHECKING:
+    from data.tokenizers import Tokenizer
+    from engine.config import Config
+    from engine.metrics import Metrics
+    from engine.optim import AdamW, Muon
+    from engine.processes import Place
+    from engine.watch import Watch
+    from model import GPT
 
 
 class Saver:
     """Writes checkpoints one after the other: in the caller's thread, or with async_save behind its back."""
 
-    def __init__(self, run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, saved_step):
+    def __init__(self, run: str, place: Place, sync: Sync, model: GPT, optimizer: AdamW | Muon, config: Config, tokenizer: Tokenizer | None, metrics: Metrics,
+                 lock: RunLock, watch: Watch, saved_step: int | None):
         self.run, self.sync, self.optimizer, self.config, self.tokenizer = run, sync, optimizer, config, tokenizer
         self.parameters = dict(model.named_parameters())  # now: in a forward pass FSDP's modules show whole parameters in place of shards
         self.metrics, self.lock, self.watch = metrics, lock, watch
@@ -32,7 +46,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "save", give_way) if config.async_save else None
         self.pending, self.snapshot, self.buffers = [], None, {}
 
-    def save(self, state, last=False):
+    def save(self, state: dict[str, Any], last: bool = False) -> bool:
         """A checkpoint of state["step"], unless there is one; `last`: nothing follows that it could be written beside.
 
         False, and nothing is written, where a weight or a number of the optimizer's state is not finite on any rank.
@@ -54,28 +68,29 @@ class Saver:
             self._write(state, tensors)
         return True
 
-    def before_update(self):
+    def before_update(self) -> None:
         """To be called before the state changes: what the thread has not read of it yet is copied."""
         if self.snapshot:
             self.snapshot.copy_rest()
             self.snapshot = None
 
-    def mark_best(self, step):
+    def mark_best(self, step: int) -> None:
         """Keeps the checkpoint of `step` apart as best, once it is complete."""
         self._do(self._mark_best, step)
 
-    def mend_best(self):
+    def mend_best(self) -> None:
         """A run killed between a validation loss and the mark of its step as best gets the mark now."""
         best, _ = self.metrics.best()
         if self.place.speaks and best in ckpt.list_steps(self.run) and best != best_step(self.run):
             self.mark_best(best)
 
-    def wait(self):
+    def wait(self) -> None:
         """Returns when all that was asked for is done; raises what went wrong in it."""
         while self.pending:
             self.pending.pop(0).result()
 
-    def close(self):
+    def close(self) -> None:
+        """Returns when the thread has done what it was asked for."""
         if self.thread:
             self.thread.shutdown()
 
@@ -85,7 +100,11 @@ class Saver:
         future = self.thread.submit(work, *arguments)
         self.pending.append(future)
         # the loop stops on all ranks at one place, and finds the fault in wait()
-        future.add_done_callback(lambda f: f.exception() and self.watch.ask("a checkpoint could not be written"))
+        future.add_done_callback(self._written)
+
+    def _written(self, future):
+        if future.exception():
+            self.watch.ask("a checkpoint could not be written")
 
     def _write(self, state, tensors, snapshot=None, stalled=None):
         started = time.perf_counter()
@@ -117,7 +136,7 @@ class Snapshot:
     The thread reads a piece at a time, with the lock held; copy_rest() waits for the piece it is at and copies what lies beyond.
     """
 
-    def __init__(self, tensors, buffers, device):
+    def __init__(self, tensors: dict[str, dict[str, torch.Tensor]], buffers: dict[str, torch.Tensor], device: torch.device):
         """tensors: {part: {name: tensor}} that change in an update, in the order in which they are read. buffers: CPU memory to copy to, kept from save to save,
         since fresh memory costs more than the copy."""
         self.tensors = {id(t): (f"{part}/{name}", t) for part, found in tensors.items() for name, t in found.items()}
@@ -128,7 +147,7 @@ class Snapshot:
         if self.cuda:
             self.stream, self.ready = torch.cuda.Stream(device), torch.cuda.current_stream(device).record_event()
 
-    def pieces(self, t):
+    def pieces(self, t: torch.Tensor) -> Generator[memoryview, None, None]:
         """The bytes of a tensor, a piece at a time."""
         flat, each = t.detach().view(-1), max(1, ckpt.PIECE // t.element_size())
         for start in range(0, flat.numel(), each):
@@ -150,7 +169,8 @@ class Snapshot:
             self.stream.wait_event(self.ready)
             return piece.cpu()
 
-    def copy_rest(self):
+    def copy_rest(self) -> None:
+        """Copies what the thread has not read of the state, which may change once this returns."""
         started = time.perf_counter()
         self.gate.clear()
         with self.lock:
@@ -166,7 +186,7 @@ class Snapshot:
         self.stalled = time.perf_counter() - started
 
 
-def give_way():
+def give_way() -> None:
     """Lets the calling thread run only where the loop's threads leave a core idle (Linux; elsewhere it has no say)."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -463,7 +463,8 @@ def shard(model: torch.nn.Module, place, config, precision) -> None:
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 
-    With tp > 1 layers are first cut over the ranks that share them. With replicas (HSDP) gradients are also summed over them: by FSDP2, or deterministic, by a hook in tree order.
+    With tp > 1 layers are first cut over the ranks that share them. With replicas (HSDP) gradients are also summed over them: by FSDP2, or
+    deterministic, by a hook in tree order.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -483,6 +484,6 @@ def shard(model: torch.nn.Module, place, config, precision) -> None:
         module.set_gradient_divide_factor(1.0)  # gradients are sums here
         module.set_force_sum_reduction_for_comms(True)
         if config.deterministic:
-            module.set_custom_reduce_scatter(TreeReduceScatter())
+            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
             if place.replicas > 1:
-                module.set_all_reduce_hook(about("gradients")(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group))))))
+                module.set_all_reduce_hook(about("gradients")(lambda part: part.copy_(tree_sum(list(all_gather(part, place.replica_group))))))  # type: ignore[arg-type]

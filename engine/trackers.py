@@ -3,11 +3,19 @@
 None of them is worth a run: what cannot start or breaks on the way is told in one sentence, and the run goes on without it.
 """
 
+from __future__ import annotations
+
+import functools
 import glob
 import json
 import os
 import struct
 import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.config import Config
 
 
 class Wandb:
@@ -17,7 +25,7 @@ class Wandb:
     it has, and tells it the rest of metrics.jsonl; updates that are made again are the same to the last bit and are not told again.
     """
 
-    def __init__(self, run, config, settings, run_id, records):
+    def __init__(self, run: str, config: Config, settings: dict[str, Any], run_id: str | None, records: Iterable[dict[str, Any]]):
         """settings: the resolved ones, a dict. records: the lines of metrics.jsonl."""
         import wandb
 
@@ -40,22 +48,23 @@ class Wandb:
             if record["kind"] != "event":
                 self.write(record.pop("kind"), record.pop("step"), record)
 
-    def write(self, kind, step, values):
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Tells a line of metrics.jsonl, {name: value}, unless wandb has one of its kind for this step or a later one."""
         if step > self.known.get(kind, -1):
             self.known[kind] = step
             self.run.log({"step": step, f"{kind}/step": step, **{f"{kind}/{name}": v for name, v in values.items() if v is not None}})
 
-    def go_back(self, step):
+    def go_back(self, step: int) -> None:
         pass  # see above
 
-    def flush(self):
+    def flush(self) -> None:
         pass  # a process of wandb's has it already
 
-    def close(self):
+    def close(self) -> None:
         self.run.finish()
 
 
-def steps_offline(run, run_id):
+def steps_offline(run: str, run_id: str) -> dict[str, int]:
     """{kind: the last step of it} in the files of earlier starts of an offline wandb run."""
     known = {}
     for path in glob.glob(os.path.join(glob.escape(run), "wandb", f"offline-run-*-{run_id}", "*.wandb")):
@@ -65,7 +74,7 @@ def steps_offline(run, run_id):
     return known
 
 
-def read_offline(path):
+def read_offline(path: str) -> list[dict[str, Any]]:
     """The rows of a .wandb file, [{key: value}]: protocol buffers in a log of LevelDB's form, blocks of 32 KiB, of which the last may be torn."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -90,28 +99,29 @@ def read_offline(path):
 class TensorBoard:
     """Event files in <run>/tensorboard, for `tensorboard --logdir=<run>`."""
 
-    def __init__(self, run, step):
+    def __init__(self, run: str, step: int):
         self.folder = os.path.join(run, "tensorboard")
         self.open(step)
 
-    def open(self, step):
+    def open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(self.folder, purge_step=step + 1)  # TensorBoard forgets what it has of later steps
 
-    def write(self, kind, step, values):
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Tells the numbers of a line of metrics.jsonl, {name: value}."""
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(f"{kind}/{name}", value, step)
 
-    def go_back(self, step):
+    def go_back(self, step: int) -> None:
         self.writer.close()
         self.open(step)
 
-    def flush(self):
+    def flush(self) -> None:
         self.writer.flush()
 
-    def close(self):
+    def close(self) -> None:
         self.writer.close()
 
 
@@ -121,15 +131,18 @@ class Trackers:
     def __init__(self):
         self.active = {}  # the setting that asks for it -> a Wandb or a TensorBoard
 
-    def start(self, setting, make):
+    def start(self, setting: str, make: Callable[[], Any]) -> Any:
         """Starts the tracker that make() gives; returns it, or None."""
         self.active[setting] = None
         return self._try(setting, "did not start", lambda: self.active.update({setting: make()}))
 
-    def tell(self, method, *arguments):
+    def tell(self, method: str, *arguments: Any) -> None:
         """Calls a method of each."""
         for setting, tracker in list(self.active.items()):
-            self._try(setting, "broke", lambda: getattr(tracker, method)(*arguments))
+            self._try(setting, "broke", functools.partial(self._call, tracker, method, *arguments))
+
+    def _call(self, tracker, method, *arguments):
+        getattr(tracker, method)(*arguments)
 
     def _try(self, setting, what, work):
         try:

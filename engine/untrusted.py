@@ -10,6 +10,8 @@ import os
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Collection
+from typing import Any
 
 from engine.errors import UserError
 
@@ -23,7 +25,7 @@ PLAIN = set("PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE INT LONG LONG1 LONG4 BI
 CALLS = {"GLOBAL", "REDUCE", "BUILD", "BINPERSID"}  # as torch.save writes them, in protocol 2
 
 
-def read_json(path):
+def read_json(path: str) -> dict[str, Any]:
     """The object in a JSON file, a dict. OSError where it cannot be read, ValueError where it is anything else."""
     data = read_bounded(path)
     try:
@@ -35,7 +37,8 @@ def read_json(path):
     return value
 
 
-def read_bounded(path):
+def read_bounded(path: str) -> bytes:
+    """A file's bytes. OSError where it cannot be read, ValueError where they are more than LARGEST."""
     with open(path, "rb") as f:
         data = f.read(LARGEST + 1)
     if len(data) > LARGEST:
@@ -43,7 +46,7 @@ def read_bounded(path):
     return data
 
 
-def check_pickle(data, calls=()):
+def check_pickle(data: bytes, calls: Collection[str] = ()) -> None:
     """ValueError unless a pickle, in bytes, builds plain values and calls nothing but `calls`, written as "module name".
 
     Lengths that are promised and not there, and memo numbers beyond the pickle's length, for which C's unpickler would make
@@ -62,7 +65,7 @@ def check_pickle(data, calls=()):
             raise ValueError(f"its {op.name} of {argument} is beyond its {len(data)} bytes")
 
 
-def read_plain_pickle(path):
+def read_plain_pickle(path: str) -> Any:
     """What a pickle of plain values holds. OSError where it cannot be read, ValueError or UnpicklingError where it is anything else."""
     data = read_bounded(path)
     check_pickle(data)
@@ -74,7 +77,7 @@ TORCH_CALLS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "to
                *(f"torch {kind}Storage" for kind in "Float Half BFloat16 Double Long Int Short Char Byte Bool".split())}
 
 
-def load_torch(path):
+def load_torch(path: str) -> Any:
     """What a file of torch.save holds, its tensors mapped from the file. OSError where it cannot be read, else any Exception where it is not plain
     containers of tensors that lie in the file as they say."""
     import torch
@@ -92,7 +95,7 @@ def load_torch(path):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def refuse(path, what, error):
-    """The UserError for a file that is not `what` it should be."""
+def refuse(path: str, what: str, error: Exception) -> UserError:
+    """The UserError for a file that is not `what` it should be, as `error` says."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0][:300] if str(error) else type(error).__name__
     return UserError(f"{path} is not {what}: {reason}")

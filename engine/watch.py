@@ -14,9 +14,11 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 
+from engine.config import Config
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL
-from engine.processes import WORK_SECONDS, set_timeout
+from engine.processes import WORK_SECONDS, Place, set_timeout
 from engine.recovery import FOR_GOOD, Stopped, end_process, first_to, write_error
 
 LOOK_SECONDS = 0.2
@@ -30,12 +32,13 @@ class Watch:
     step: finished updates, kept by the loop. stopped: all ranks stand at the same place, for good.
     """
 
-    def __init__(self, place):
+    def __init__(self, place: Place):
         self.place, self.step, self.stopped = place, 0, False
         self.reason = None  # what asks for a stop: a signal's name, time_limit, or words
         self.started, self.target = 0, None  # pieces of work that this rank has begun; where all stop
         self.lock, self.settled, self.closed = threading.Lock(), threading.Event(), threading.Event()
-        self.thread, self.halting, self.posted, self.patient = None, False, False, False
+        self.thread: threading.Thread | None = None
+        self.halting, self.posted, self.patient = False, False, False
         self.parent = os.getppid()
 
     def __enter__(self):
@@ -58,11 +61,11 @@ class Watch:
             raise KeyboardInterrupt  # Ctrl-C for the second time
         self.ask(name)
 
-    def ask(self, reason):
+    def ask(self, reason: str) -> None:
         """Asks all ranks to stop at their next common place; from any thread."""
         self.reason = self.reason or reason
 
-    def start(self, config, step):
+    def start(self, config: Config, step: int) -> None:
         """From here on a stop is agreed on and saves, and standing still is noticed."""
         self.config, self.step, self.first_step = config, step, step
         self.store = self.place.own_store("watch")
@@ -70,7 +73,7 @@ class Watch:
         self.thread = threading.Thread(target=self._look_around, name="watch", daemon=True)
         self.thread.start()
 
-    def here(self):
+    def here(self) -> bool:
         """Whether all ranks stop before the next piece of work. Every rank asks at the same places in the same order."""
         self.moved = time.monotonic()
         if self.store is None:
@@ -85,12 +88,12 @@ class Watch:
         self.started += not self.stopped
         return self.stopped
 
-    def moves(self):
+    def moves(self) -> None:
         """A sign of life from work that has no pieces."""
         self.moved = time.monotonic()
 
     @contextlib.contextmanager
-    def unhurried(self):
+    def unhurried(self) -> Iterator[None]:
         """Around what one rank may do while the others wait: saving, evaluation, sample texts. Collectives and standing still have an
         hour in it."""
         self.patient = True

@@ -1,12 +1,15 @@
 """What the tests share: real runs in processes of their own, and a small prepared data set."""
 
+import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 
@@ -42,10 +45,36 @@ def run_script(name, *args, cwd=ROOT, env=None, timeout=300, **options):
     return Finished(done)
 
 
-def train(out_dir, data, config="empty", expect=0, env=None, **settings):
-    """A run of train.py on TINY settings, with `settings` over them."""
-    config = os.path.join(ROOT, "tests", "empty_config.py") if config == "empty" else config
-    result = run_script("train.py", config, f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings}), env=env)
+def forked(n, *words, timeout=600):
+    """Runs a script of the project in n processes that tests/forks.py starts in no time, as `python` or torchrun (n > 1) would."""
+    if not FORKS or FORKS[0].poll() is not None:
+        FORKS[:] = [subprocess.Popen([sys.executable, os.path.join(ROOT, "tests", "forks.py")], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                     start_new_session=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (os.path.join(folder, name) for name in ("out", "err"))
+        print(json.dumps({"n": n, "words": [*map(str, words)], "env": dict(os.environ), "out": out, "err": err}), file=FORKS[0].stdin, flush=True)
+        if not select.select([FORKS[0].stdout], [], [], timeout)[0]:
+            os.killpg(FORKS[0].pid, signal.SIGKILL)
+            FORKS[0].wait()
+        code = FORKS[0].stdout.readline()
+        texts = [open(path, encoding="utf-8").read() if os.path.exists(path) else "" for path in (out, err)]
+    assert code, f"it did not end in {timeout} s:\n{texts[0][-3000:]}{texts[1][-3000:]}"
+    return Finished(subprocess.CompletedProcess(words, int(code), *texts))
+
+
+FORKS = []  # the process of forks.py, once it is needed
+
+
+def pytest_unconfigure():
+    for process in FORKS:
+        process.stdin.close()
+        process.wait()
+
+
+def train(out_dir, data, config="tests/empty_config.py", expect=0, env=None, n=1, **settings):
+    """A run of train.py in n processes on TINY settings, with `settings` over them; env: of a process that has to be started with it."""
+    words = ["train.py", config, f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
+    result = run_script(*words, env=env) if env else forked(n, *words)
     assert result.code == expect, result.out + result.err
     return result
 
@@ -85,10 +114,10 @@ class Job:
     before: words in front of the command, such as those that enter a network namespace.
     """
 
-    def __init__(self, n, out_dir, data, options=("--standalone",), env=None, before=(), **settings):
+    def __init__(self, n, out_dir, data, options=("--standalone",), env=None, before=(), config="tests/empty_config.py", **settings):
         self.out_dir, self.log = str(out_dir), f"{out_dir}.log"
         starter = [sys.executable, "-u"] + (["-m", "torch.distributed.run", *options, f"--nproc_per_node={n}"] if n > 1 or options != ("--standalone",) else [])
-        command = [*before, *starter, "train.py", "tests/empty_config.py", f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
+        command = [*before, *starter, "train.py", str(config), f"--out_dir={out_dir}", f"--dataset={data}", *as_args({**TINY, **settings})]
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         with open(self.log, "ab") as log:
             self.began = log.tell()
@@ -125,10 +154,8 @@ class Job:
     def kill(self):
         """kill -9 of the job and all that it has started, all at once: workers have sessions of their own and outlive torchrun."""
         for pid in [self.process.pid, *children(self.process.pid)]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 
@@ -146,6 +173,15 @@ def children(pid):
             return [int(p) for p in f.read().split()]
     except FileNotFoundError:
         return []
+
+
+def alive(pid):
+    """Whether a process is there and no zombie, which has let go of its files too."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def processes_of(out_dir):
@@ -170,12 +206,12 @@ def wait_for(condition, seconds=60):
 
 
 def several(n, runs):
-    """Makes several runs of train.py one after the other in one group of n processes (1: without torchrun); starting costs seconds.
+    """Makes several runs of train.py one after the other in one group of n processes (1: as without torchrun).
 
     runs: [(out_dir, data, settings over TINY)].
     """
     commands = json.dumps([["tests/empty_config.py", f"--out_dir={out}", f"--dataset={data}", *as_args({**TINY, **settings})] for out, data, settings in runs])
-    result = torchrun(n, "tests/several.py", commands, timeout=600) if n > 1 else run_script("tests/several.py", commands, timeout=600)
+    result = forked(n, "tests/several.py", commands)
     assert result.code == 0, result.out[-3000:] + result.err[-5000:]
     return result
 
@@ -193,6 +229,14 @@ def some_text(n_bytes, seed=0):
     while sum(map(len, lines)) < n_bytes:
         lines.append(" ".join(rng.choice(words) for _ in range(rng.randint(3, 9))) + "\n")
     return "".join(lines)[:n_bytes]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """What tests compute themselves is tiny: two threads would wait for each other longer than they compute, the more so beside other work."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,7 @@ def memory(folder):
         optimizer = make_optimizer(model.named_parameters(), c)
         optimizer.state()
     sync = Sync(model, place, c)
-    for i, _ in enumerate(sync.mine):
+    for _ in sync.mine:
         sync.model(torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32, dtype=torch.long), divisor=256).backward()
     held = {"parameters": sum(local(p).numel() * 4 for p in model.parameters()), "gradients": sum(local(p.grad).numel() * 4 for p in model.parameters()),
             "optimizer": sum(t.numel() * 4 for t in optimizer.state().values())}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train, wait_for
+from conftest import ROOT, TINY, Job, as_args, curve, records, steps, tensors, train, wait_for
 from engine import checkpoint as ckpt
 from engine.errors import UserError
 from engine.processes import Place
@@ -101,6 +101,7 @@ def test_the_best_is_kept_apart_and_whole(data, tmp_path):
     assert losses[best.step] == min(losses.values()) and steps(run) == [8]
 
 
+@pytest.mark.full  # test_crash_points.py kills before every operation by default, test_kills.py under changing layouts
 def test_killed_inside_a_save_the_next_start_finds_a_complete_step(data, tmp_path):
     """kill -9 at random moments of a run that saves all the time, until it has ended: the curve is the undisturbed one."""
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -108,15 +109,14 @@ def test_killed_inside_a_save_the_next_start_finds_a_complete_step(data, tmp_pat
     train(whole, data, **{**settings, "save_interval": 60})
     kills = 0
     while True:
-        process = subprocess.Popen(command(run, data, **settings), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        job = Job(1, run, data, **settings)
         target = (ckpt.list_steps(run) or [0])[-1] + 12
         partial = lambda: any(n.endswith(".partial") for n in os.listdir(run / "checkpoints")) if (run / "checkpoints").exists() else False
-        wait_for(lambda: process.poll() is not None or (ckpt.list_steps(run) or [0])[-1] >= target and partial())
-        if process.poll() is not None:
-            assert process.returncode == 0, process.stderr.read()
+        wait_for(lambda: job.process.poll() is not None or (ckpt.list_steps(run) or [0])[-1] >= target and partial())
+        if job.process.poll() is not None:
+            assert job.end() == 0, job.text
             break
-        process.kill()
-        process.wait()
+        job.kill()
         kills += 1
         assert 1 <= len(ckpt.list_steps(run)) <= 3
     assert kills >= 3
@@ -124,30 +124,26 @@ def test_killed_inside_a_save_the_next_start_finds_a_complete_step(data, tmp_pat
     assert not [n for n in os.listdir(run / "checkpoints") if n.startswith(".")]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.full)])  # test_recovery.py sends SIGTERM
 def test_a_signal_saves_the_last_finished_update_and_leaves_with_143(name, data, tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen(command(run, data, max_iters=100_000), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if line.startswith("step 20/"):
-            break
-    process.send_signal(getattr(signal, name))
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 143 and name in out
+    job = Job(1, run, data, max_iters=100_000)
+    job.wait_for(lambda: job.step >= 20)
+    job.process.send_signal(getattr(signal, name))
+    assert job.end(30) == 143 and name in job.text
     assert len(steps(run)) == 1 and max(curve(run)) == steps(run)[0] >= 20
     assert records(run, "event")[-2]["signal"] == name
 
 
 def test_two_jobs_on_one_folder_the_second_is_refused_a_dead_ones_lock_is_not(data, tmp_path):
     run = tmp_path / "run"
-    first = subprocess.Popen(command(run, data, max_iters=100_000, save_interval=10), cwd=ROOT, stdout=subprocess.DEVNULL)
-    wait_for(lambda: ckpt.list_steps(run))
+    first = Job(1, run, data, max_iters=100_000, save_interval=10)
+    first.wait_for(lambda: ckpt.list_steps(run))
     result = train(run, data, expect=2)
-    assert len(result.errors) == 1 and f"process {first.pid}" in result.errors[0] and "--out_dir" in result.errors[0]
-    assert first.poll() is None
+    assert len(result.errors) == 1 and f"process {first.process.pid}" in result.errors[0] and "--out_dir" in result.errors[0]
+    assert first.process.poll() is None
     first.kill()
-    first.wait()
-    assert json.loads((run / "lock").read_text())["pid"] == first.pid
+    assert json.loads((run / "lock").read_text())["pid"] == first.process.pid
     done = ckpt.list_steps(run)[-1]
     train(run, data, max_iters=done + 1, lr_decay_iters=100_000, save_interval=10)
 
@@ -158,7 +154,7 @@ def limited(bytes_at_most):
     return limit
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.full)])  # test_disk.py has it by default
 def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(async_save, run, data):
     size = os.path.getsize(run / "checkpoints" / "step_00000006" / "optimizer.safetensors")
     settings = dict(max_iters=2000, lr_decay_iters=6, save_interval=8, log_interval=50, async_save=True) if async_save else dict(max_iters=8)

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from conftest import run_script, torchrun
+from conftest import forked, torchrun
 from engine.context_parallel import flash, flash_backward
 
 ONE = {"single": {}}
-MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)}, 4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
+MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)},
+          4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
 
 
 @pytest.mark.quick
@@ -48,7 +49,7 @@ def test_a_gpus_kernels_are_called_as_torch_declares_them(keys, causal):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_over_parts_is_that_over_the_whole(ranks, tmp_path):
     """Against scores written out in float32: queries in groups, documents that cross the cuts, padding."""
-    result = torchrun(ranks, "tests/ranks.py", "attention", tmp_path)
+    result = forked(ranks, "tests/ranks.py", "attention", tmp_path)
     assert result.code == 0, result.err
     for rank in range(ranks):
         found = json.loads((tmp_path / f"attention-{ranks}-{rank}.json").read_text())
@@ -62,7 +63,7 @@ def batches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     for ranks, meshes in {1: ONE, **MESHES}.items():
         (folder / "mesh.json").write_text(json.dumps(meshes))
-        result = torchrun(ranks, "tests/ranks.py", "documents", folder) if ranks > 1 else run_script("tests/ranks.py", "documents", folder)
+        result = forked(ranks, "tests/ranks.py", "documents", folder)
         assert result.code == 0, result.err
     return folder
 

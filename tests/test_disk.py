@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from conftest import TINY, Job, as_args, curve, run_script, steps, tensors, torchrun, train
+from conftest import TINY, Job, as_args, curve, forked, steps, tensors, train
 from engine import checkpoint as ckpt
 
 ASYNC = {"async_save": True}
@@ -29,7 +29,7 @@ def complete(run):
     return found
 
 
-@pytest.mark.parametrize("keep_last, more", [(1, {}), (1, ASYNC), (2, {}), (-1, {})], ids=lambda value: named(value) if isinstance(value, dict) else value)
+@pytest.mark.parametrize("keep_last, more", [(1, {}), (1, ASYNC), (-1, {}), pytest.param(2, {}, marks=pytest.mark.full)], ids=lambda value: named(value) if isinstance(value, dict) else value)
 def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, more, data, tmp_path):
     run, looks, seen = str(tmp_path / "run"), 0, set()
     job = Job(1, run, data, **{"n_embd": 192, "max_iters": 40, "save_interval": 1, "keep_last": keep_last, **more})
@@ -37,7 +37,8 @@ def test_watched_all_the_time_there_is_never_less_than_was_promised(keep_last, m
         while job.process.poll() is None:
             listed, whole = ckpt.list_steps(run), complete(run)
             if seen:
-                assert whole or complete(run) or complete(run), "there was a complete checkpoint, and there is none"  # one may go while it is read
+                # one may go while it is read
+                assert whole or complete(run) or complete(run), "there was a complete checkpoint, and there is none"
                 assert keep_last > 0 or set(listed) >= seen, "keep_last=-1 keeps all"
                 assert len(listed) >= min(len(seen), keep_last)
                 assert keep_last < 0 or len(listed) <= keep_last + 1
@@ -57,13 +58,13 @@ def test_a_disk_that_fills_up_in_a_save_keeps_what_was_complete(n, layout, more,
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2200k", "none", str(disk)]).returncode:  # a checkpoint takes 860 KB
         pytest.skip("needs to mount a small tmpfs")
     try:
-        result = torchrun(n, "train.py", *args) if n > 1 else run_script("train.py", *args)
+        result = forked(n, "train.py", *args)
         errors = [line for line in result.err.splitlines() if line.startswith("error:")]
         assert len(errors) == 1 and (result.code == 2 if n == 1 else result.code), result.err
         assert re.search(rf"no room to write {run}/\S+: .*, [\d,]+ bytes are needed, [\d,]+ bytes are free", errors[0]), errors[0]
         assert complete(run) == [2, 4] and not [f for f in os.listdir(run / "checkpoints") if f.startswith(".")]
         subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
-        result = torchrun(n, "train.py", *args) if n > 1 else run_script("train.py", *args)
+        result = forked(n, "train.py", *args)
         assert result.code == 0 and "step_00000004: update 4" in result.out, result.err
         train(tmp_path / "whole", data, **{**settings, "parallel": "auto"})
         assert curve(run) == curve(tmp_path / "whole") and tensors(run, 8) == tensors(tmp_path / "whole", 8)

@@ -4,16 +4,14 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from conftest import ROOT, TINY, as_args, curve, records, run_script, several, steps, tensors, torchrun, train
+from conftest import ROOT, TINY, Job, as_args, curve, forked, records, several, steps, tensors, torchrun, train
 
-BASE = dict(max_iters=20, dropout=0.0, grad_clip=0.5, learning_rate=1e-3, total_batch_size=8 * 32)  # 8 micro-batches of 2 x 16
+BASE = dict(max_iters=20, dropout=0.1, grad_clip=0.5, learning_rate=1e-3, total_batch_size=8 * 32)  # 8 micro-batches of 2 x 16
 LAYOUTS = {  # name: (processes, settings)
     "single": (1, {}), "ddp2": (2, dict(parallel="ddp")), "ddp4": (4, dict(parallel="ddp")),
     "fsdp2": (2, dict(parallel="fsdp")), "fsdp4": (4, dict(parallel="fsdp")), "hsdp2x2": (4, dict(parallel="fsdp", dp_replicate=2)),
@@ -33,11 +31,11 @@ def run_layouts(folder, data, layouts, variants):
 @pytest.fixture(scope="module")
 def default_runs(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
-    run_layouts(folder, data, LAYOUTS, {"plain": BASE, "dropout": {**BASE, "dropout": 0.1}})
-    less = {kind: {**BASE, "dropout": 0.1, "activation_checkpointing": kind} for kind in ("selective", "block")}
+    run_layouts(folder, data, LAYOUTS | {"offloaded": (2, dict(parallel="fsdp", cpu_offload=True)), "gathered": (2, dict(parallel="fsdp", reshard_after_forward=False))},
+                {"dropout": BASE})
+    less = {kind: {**BASE, "activation_checkpointing": kind} for kind in ("selective", "block")}
     run_layouts(folder, data, {n: LAYOUTS[n] for n in ("single", "ddp2", "fsdp2")}, less)
-    run_layouts(folder, data, {"offloaded": (2, dict(parallel="fsdp", cpu_offload=True)), "gathered": (2, dict(parallel="fsdp", reshard_after_forward=False))}, {"plain": BASE})
-    run_layouts(folder, data, {"single": (1, {}), "ddp3": (3, {}), "fsdp3": (3, dict(parallel="fsdp"))}, {"24": {**BASE, "total_batch_size": 24 * 32}})
+    run_layouts(folder, data, {"single": (1, {}), "ddp3": (3, {}), "fsdp3": (3, dict(parallel="fsdp"))}, {"24": {**BASE, "dropout": 0.0, "total_batch_size": 24 * 32}})
     return folder
 
 
@@ -47,15 +45,9 @@ def assert_close(a, b, rel=1e-5):
         assert a[step][0] == pytest.approx(b[step][0], rel=rel) and a[step][1] == pytest.approx(b[step][1], rel=rel), step
 
 
-@pytest.mark.parametrize("variant", ["plain", "dropout"])
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "single"])
-def test_every_layout_draws_the_curve_of_one_process(layout, variant, default_runs):
-    assert_close(curve(default_runs / f"{layout}-{variant}"), curve(default_runs / f"single-{variant}"))
-
-
-@pytest.mark.parametrize("layout", ["offloaded-plain", "gathered-plain"])
-def test_where_shards_live_changes_nothing(layout, default_runs):
-    assert_close(curve(default_runs / layout), curve(default_runs / "single-plain"))
+@pytest.mark.parametrize("layout", [*[n for n in LAYOUTS if n != "single"], "offloaded", "gathered"])
+def test_every_layout_draws_the_curve_of_one_process(layout, default_runs):
+    assert_close(curve(default_runs / f"{layout}-dropout"), curve(default_runs / "single-dropout"))
 
 
 @pytest.mark.parametrize("kind", ["selective", "block"])
@@ -97,40 +89,36 @@ for w in (2, 4, 8):
 DETERMINISTIC["hsdp2x2"] = (4, dict(parallel="fsdp", dp_replicate=2))
 DETERMINISTIC["hsdp4x1"] = (4, dict(parallel="fsdp", dp_replicate=4))
 
-ODD = dict(max_iters=5, dropout=0.1, grad_clip=0.5, deterministic=True, bias=True, eval_interval=5, threads=0)
+ODD = dict(max_iters=3, dropout=0.1, grad_clip=0.5, deterministic=True, bias=True, eval_interval=3)
 VARIANTS = {  # width 48, 3 heads and a vocabulary of 257 are TINY's own
     "tied": {**ODD, "total_batch_size": 8 * 32},
     "untied24": {**ODD, "total_batch_size": 24 * 32, "tie_embeddings": False, "norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "bias": False},
-    "muon": {**ODD, "total_batch_size": 8 * 32, "optimizer": "muon", "max_iters": 4},
-    "bfloat16": {**ODD, "total_batch_size": 8 * 32, "dtype": "bfloat16", "max_iters": 4},
+    "muon": {**ODD, "total_batch_size": 8 * 32, "optimizer": "muon"},
+    "bfloat16": {**ODD, "total_batch_size": 8 * 32, "dtype": "bfloat16"},
 }
+MANY = {"tied": list(DETERMINISTIC), "untied24": list(DETERMINISTIC), "muon": ["single", "ddp4", "fsdp2", "fsdp4", "hsdp2x2"],
+        "bfloat16": ["single", "ddp2", "fsdp2", "fsdp4"]}  # HSDP is not promised in it
 
 
 @pytest.fixture(scope="module")
 def deterministic_runs(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deterministic")
-    for variant in VARIANTS.values():
-        variant.pop("threads", None)
-    TINY_WITHOUT_THREADS = {k: v for k, v in TINY.items() if k != "threads"}
-    import conftest
-    kept, conftest.TINY = conftest.TINY, TINY_WITHOUT_THREADS  # deterministic picks its own
+    kept = TINY.pop("threads")  # deterministic picks its own
     try:
-        run_layouts(folder, data, DETERMINISTIC, VARIANTS)
+        for n in (1, 2, 4, 8):
+            several(n, [(folder / f"{layout}-{variant}", data, {**settings, **DETERMINISTIC[layout][1]})
+                        for variant, settings in VARIANTS.items() for layout in MANY[variant] if DETERMINISTIC[layout][0] == n])
     finally:
-        conftest.TINY = kept
+        TINY["threads"] = kept
     return folder
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", [n for n in DETERMINISTIC if n != "single"])
+@pytest.mark.parametrize("layout, variant", [(layout, variant) for variant, layouts in MANY.items() for layout in layouts[1:]])
 def test_deterministic_is_the_same_bits_on_any_number_of_processes(layout, variant, deterministic_runs):
-    if variant == "bfloat16" and layout.startswith("hsdp"):
-        pytest.skip("single, DDP and FSDP are promised")
     one, many = deterministic_runs / f"single-{variant}", deterministic_runs / f"{layout}-{variant}"
-    last = VARIANTS[variant]["max_iters"]
     assert curve(one) == curve(many)
     assert records(one, "val")[0]["loss"] == records(many, "val")[0]["loss"]
-    assert tensors(one, last) == tensors(many, last)
+    assert tensors(one, 3) == tensors(many, 3)
 
 
 def test_another_order_of_one_addition_is_other_bits(data, tmp_path):
@@ -221,19 +209,19 @@ def failed(result):
     return [line for line in (result.err + result.out).splitlines() if line.startswith("error:")]
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(total_batch_size=5 * 32), ["5 micro-batches", "2 processes", "1, 5 would work"]),
-    (dict(parallel="single"), ["parallel=ddp or fsdp"]), (dict(dp_replicate=3, parallel="fsdp"), ["dp_replicate=3", "1 or 2"]),
-    (dict(backend="nccl"), ["backend=gloo or auto would work"]), (dict(dp_replicate=2, parallel="ddp"), ["parallel=fsdp would work"])])
-def test_a_fault_of_the_settings_is_said_once_under_torchrun(settings, words, data, tmp_path):
+@pytest.mark.parametrize("start, settings, words", [
+    (torchrun, dict(total_batch_size=5 * 32), ["5 micro-batches", "2 processes", "1, 5 would work"]),
+    (forked, dict(parallel="single"), ["parallel=ddp or fsdp"]), (forked, dict(dp_replicate=3, parallel="fsdp"), ["dp_replicate=3", "1 or 2"]),
+    (forked, dict(backend="nccl"), ["backend=gloo or auto would work"]), (forked, dict(dp_replicate=2, parallel="ddp"), ["parallel=fsdp would work"])])
+def test_a_fault_of_the_settings_is_said_once_under_torchrun(start, settings, words, data, tmp_path):
     started = time.time()
-    result = torchrun(2, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, **settings}))
+    result = start(2, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, **settings}))
     assert result.code and len(failed(result)) == 1 and all(w in failed(result)[0] for w in words), result.err
     assert time.time() - started < 30 and not (tmp_path / "run").exists()
 
 
 def test_three_processes_are_no_power_of_two(data, tmp_path):
-    result = torchrun(3, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, "deterministic": True}))
+    result = forked(3, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, "deterministic": True}))
     assert result.code and len(failed(result)) == 1 and "2 or 4 would work" in failed(result)[0]
 
 
@@ -257,21 +245,21 @@ def test_a_rank_with_other_data_is_named(data, tmp_path):
     other = prepare(str(tmp_path / "t.txt"), tokenizer="byte", val_fraction=0.2, workers=1, out=str(tmp_path / "other"), quiet=True)
     config = tmp_path / "config.py"
     config.write_text(f"import os\ndataset = {data!r} if os.environ['RANK'] == '0' else {other!r}\n")
-    result = torchrun(2, "train.py", config, f"--out_dir={tmp_path / 'run'}", *as_args(TINY))
+    result = forked(2, "train.py", config, f"--out_dir={tmp_path / 'run'}", *as_args(TINY))
     assert result.code and len(failed(result)) == 1 and "rank 1" in failed(result)[0] and "other tokens" in failed(result)[0]
     config.write_text(f"import os\ndataset = {data!r}\nweight_decay = float(os.environ['RANK'])\n")
-    result = torchrun(2, "train.py", config, f"--out_dir={tmp_path / 'run'}", *as_args(TINY))
+    result = forked(2, "train.py", config, f"--out_dir={tmp_path / 'run'}", *as_args(TINY))
     assert result.code and len(failed(result)) == 1 and "weight_decay=1.0 on rank 1" in failed(result)[0]
 
 
 def test_fsdp_on_folders_that_are_not_shared_is_refused_before_step_0_and_ddp_trains(data, tmp_path):
     config = tmp_path / "config.py"
     config.write_text(f"import os\nout_dir = {str(tmp_path / 'run')!r} + os.environ['RANK']\n")
-    result = torchrun(2, "train.py", config, f"--dataset={data}", *as_args({**TINY, "parallel": "fsdp"}))
+    result = forked(2, "train.py", config, f"--dataset={data}", *as_args({**TINY, "parallel": "fsdp"}))
     assert result.code and len(failed(result)) == 1 and "out_dir" in failed(result)[0] and "rank 1" in failed(result)[0] and "step 1" not in result.out
     several(1, [(tmp_path / "one", data, dict(max_iters=6))])
     for updates in (3, 6):
-        result = torchrun(2, "train.py", config, f"--dataset={data}", *as_args({**TINY, "parallel": "ddp", "max_iters": updates, "lr_decay_iters": 6}))
+        result = forked(2, "train.py", config, f"--dataset={data}", *as_args({**TINY, "parallel": "ddp", "max_iters": updates, "lr_decay_iters": 6}))
         assert result.code == 0, result.err
     assert_close(curve(tmp_path / "run0"), curve(tmp_path / "one"))
     assert not (tmp_path / "run1").exists()
@@ -294,30 +282,23 @@ def _fail(self):
     _before(self)
 engine.sync.Sync.finish_gradients = _fail
 """)
-    for parallel in ("ddp", "fsdp"):
+    for parallel, start in (("ddp", torchrun), ("fsdp", forked)):
         started = time.time()
-        result = torchrun(2, "train.py", config, f"--out_dir={tmp_path / parallel}", f"--dataset={data}", *as_args({**TINY, "parallel": parallel}))
+        result = start(2, "train.py", config, f"--out_dir={tmp_path / parallel}", f"--dataset={data}", *as_args({**TINY, "parallel": parallel}))
         text = result.out + result.err
         assert result.code and time.time() - started < 30
         assert len(failed(result)) == 1 and "rank 1 on" in failed(result)[0] and "failed at step 3" in failed(result)[0], text
         assert text.count("RuntimeError: broken on purpose") == 1 and text.count("Traceback (most recent call last):\n  File") <= 2
 
 
-@pytest.mark.parametrize("target", ["torchrun", "worker"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("target, parallel", [("worker", "fsdp"), *[pytest.param(*case, marks=pytest.mark.full)  # test_recovery.py has others by default
+                                                                    for case in (("worker", "ddp"), ("torchrun", "ddp"), ("torchrun", "fsdp"))]])
 def test_a_signal_to_torchrun_or_one_worker_saves_one_step_on_all(target, parallel, data, tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "tests/empty_config.py",
-                                f"--out_dir={run}", f"--dataset={data}", *as_args({**TINY, "max_iters": 100_000, "parallel": parallel, "log_interval": 5})],
-                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if line.startswith("step 10/"):
-            break
-    workers = [int(p) for p in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
-    os.kill(process.pid if target == "torchrun" else workers[-1], signal.SIGTERM)
-    started = time.time()
-    process.communicate(timeout=60)
-    assert process.returncode and time.time() - started < 30
+    job = Job(2, run, data, max_iters=100_000, parallel=parallel, log_interval=5)
+    job.wait_for(lambda: job.step >= 10)
+    os.kill(job.process.pid if target == "torchrun" else job.workers()[-1], signal.SIGTERM)
+    assert job.end(30)
     assert len(steps(run)) == 1 and max(curve(run)) == steps(run)[0] >= 10
     assert "signal" in [r["event"] for r in records(run, "event")]
 
@@ -336,27 +317,24 @@ def _drift(self, *a, **k):
             next(iter(self.parameters.values()))[0, 0] += 1e-3
 engine.optim.AdamW.step = _drift
 """)
-    result = torchrun(4, "train.py", config, f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, "parallel": "ddp", "check_replicas_interval": 2}))
+    result = forked(4, "train.py", config, f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**TINY, "parallel": "ddp", "check_replicas_interval": 2}))
     assert result.code and len(failed(result)) == 1 and "rank 2" in failed(result)[0] and max(curve(tmp_path / "run")) == 4
 
 
 def test_two_jobs_on_one_machine_do_not_meet(data, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "tests/empty_config.py", f"--dataset={data}",
-               *as_args({**TINY, "max_iters": 5})]
-    jobs = [subprocess.Popen([*command, f"--out_dir={tmp_path / str(i)}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in range(2)]
-    outs = [job.communicate(timeout=120)[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outs
+    jobs = [Job(2, tmp_path / str(i), data, max_iters=5) for i in range(2)]
+    assert [job.end(120) for job in jobs] == [0, 0], jobs[0].text + jobs[1].text
     assert curve(tmp_path / "0") == curve(tmp_path / "1")
-    assert all(out.count("step 5/5") == 1 and len(re.findall("going on|done:", out)) == 1 for out in outs), "each thing is said once"
+    assert all(job.text.count("step 5/5") == 1 and len(re.findall("going on|done:", job.text)) == 1 for job in jobs), "each thing is said once"
 
 
 # ----------------------------------------------------------------------------------------------- exact sums, and what a rank holds
 
 
 def test_labels_that_differ_widely_give_the_gradient_of_the_whole_batch(tmp_path):
-    assert run_script("tests/ranks.py", "uneven_labels", tmp_path).code == 0
-    result = torchrun(2, "tests/ranks.py", "uneven_labels", tmp_path)
-    assert result.code == 0, result.err
+    for n in (1, 2):
+        result = forked(n, "tests/ranks.py", "uneven_labels", tmp_path)
+        assert result.code == 0, result.err
     one = torch.load(tmp_path / "single-1-0.pt", weights_only=True)
     from model import GPT, IGNORE, ModelConfig
 
@@ -406,9 +384,10 @@ if os.environ["RANK"] == "1":
     assert result.code and len(failed(result)) == 1 and "first all-reduce" in failed(result)[0] and "NCCL_SOCKET_IFNAME" in failed(result)[0], result.err
 
 
-@pytest.mark.parametrize("n, options", [(2, ["--batch_size=4"]), (2, ["--batch_size=4", "--parallel=fsdp"]), (4, ["--batch_size=2", "--parallel=fsdp", "--dp_replicate=2"])])
-def test_the_readmes_launch_commands(n, options, data, tmp_path):
-    result = torchrun(n, "train.py", *options, f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--sample_tokens=5", "--device=cpu")
+@pytest.mark.parametrize("start, n, options", [(torchrun, 2, ["--batch_size=4"]), (forked, 2, ["--batch_size=4", "--parallel=fsdp"]),
+                                               (forked, 4, ["--batch_size=2", "--parallel=fsdp", "--dp_replicate=2"])])
+def test_the_readmes_launch_commands(start, n, options, data, tmp_path):
+    result = start(n, "train.py", *options, f"--dataset={data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--sample_tokens=5", "--device=cpu")
     assert result.code == 0 and steps(tmp_path / "run") == [1], result.err
     readme = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
     assert f"torchrun --standalone --nproc_per_node={n} train.py {' '.join(options)}" in readme

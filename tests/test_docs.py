@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ASSETS, ROOT, some_text
 from test_train import nanogpt_checkpoint
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from conftest import ASSETS, ROOT, records, run_script, some_text, torchrun, train, TINY, as_args
+from conftest import ASSETS, ROOT, TINY, as_args, forked, records, some_text, train
 from data.chat import ChatTemplate, with_turns
 from data.shards import TokenDataset
 from data.tokenizers import byte_tokenizer, char_tokenizer, load_tokenizer
@@ -153,7 +153,7 @@ def test_the_vocabulary_grows_to_the_datas(data, tmp_path):
     export(weights, None, tmp_path / "small", quiet)
     settings = [f"--{k}={v}" for k, v in TINY.items() if k not in ("n_layer", "n_head", "n_embd")]
     for extra, code in (([], 2), (["--resize_vocab"], 0)):
-        result = run_script("train.py", "tests/empty_config.py", *settings, f"--init_from={tmp_path / 'small'}", f"--dataset={data}",
+        result = forked(1, "train.py", "tests/empty_config.py", *settings, f"--init_from={tmp_path / 'small'}", f"--dataset={data}",
                             "--max_iters=0", *extra,
                             f"--out_dir={tmp_path / 'run'}")
         assert result.code == code and len(result.errors) == (code > 0), result.err
@@ -286,10 +286,10 @@ def test_the_ids_of_the_ends_are_written(tmp_path):
 def test_a_run_of_four_fsdp_ranks_exports_with_the_loss_it_logged(data, tmp_path):
     shape = dict(norm="rmsnorm", pos="rope", mlp="swiglu", n_head=3, n_kv_head=1, qk_norm=True, head_dim=10)
     settings = {**TINY, **shape, "max_iters": 6, "parallel": "fsdp", "eval_interval": 6, "eval_tokens": 320}
-    result = torchrun(4, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args(settings))
+    result = forked(4, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args(settings))
     assert result.code == 0, result.err
     assert len(list((tmp_path / "run" / "checkpoints" / "step_00000006").glob("model_*_of_00004.safetensors"))) == 4
-    done = run_script("sample.py", f"--out_dir={tmp_path / 'run'}", f"--export={tmp_path / 'out'}")
+    done = forked(1, "sample.py", f"--out_dir={tmp_path / 'run'}", f"--export={tmp_path / 'out'}")
     assert done.code == 0 and "Qwen3ForCausalLM" in done.out, done.err
     logged = records(tmp_path / "run", "val")[-1]["loss"]
     val, total, windows = TokenDataset(data, "val"), 0.0, 320 // 16
@@ -313,7 +313,7 @@ def test_nanogpts_checkpoint_exports(tmp_path):
               at + "attn.c_attn.weight": torch.cat([block.attn.q.weight, block.attn.k.weight, block.attn.v.weight]),
               at + "mlp.c_fc.weight": block.mlp.up.weight, at + "mlp.c_proj.weight": block.mlp.down.weight}
     torch.save({"model": {"_orig_mod." + n: t.detach() for n, t in state.items()}, "model_args": args, "config": {}}, tmp_path / "ckpt.pt")
-    done = run_script("sample.py", f"--init_from={tmp_path / 'ckpt.pt'}", f"--export={tmp_path / 'out'}")
+    done = forked(1, "sample.py", f"--init_from={tmp_path / 'ckpt.pt'}", f"--export={tmp_path / 'out'}")
     assert done.code == 0, done.err
     x = tokens(1, 16, 50304)
     with torch.no_grad():
@@ -324,10 +324,10 @@ def test_a_sharded_checkpoint_of_ours_and_a_single_one_export_alike(data, tmp_pa
     run = train(tmp_path / "run", data, max_iters=2, bias=True)
     assert run.code == 0
     for i, args in enumerate(([f"--out_dir={tmp_path / 'run'}"], [f"--init_from={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"])):
-        assert run_script("sample.py", *args, f"--export={tmp_path / str(i)}").code == 0
+        assert forked(1, "sample.py", *args, f"--export={tmp_path / str(i)}").code == 0
     assert (tmp_path / "0" / "model.safetensors").read_bytes() == (tmp_path / "1" / "model.safetensors").read_bytes()
     kept = load_file(tmp_path / "run" / "checkpoints" / "step_00000002" / "model.safetensors")
     assert torch.equal(load_file(tmp_path / "0" / "model.safetensors")["transformer.wte.weight"], kept["wte.weight"][:257])
-    text = [run_script("sample.py", a, "--start=def ", "--max_new_tokens=30", "--seed=3", "--device=cpu").out
+    text = [forked(1, "sample.py", a, "--start=def ", "--max_new_tokens=30", "--seed=3", "--device=cpu").out
             for a in (f"--out_dir={tmp_path / 'run'}", f"--init_from={tmp_path / '0'}")]
     assert text[0] == text[1] and len(text[0]) > 20

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from conftest import TINY, as_args, records, run_script, several, torchrun, train
+from conftest import TINY, as_args, forked, records, run_script, several, torchrun, train
 from engine.errors import UserError
 from engine.families import layout, open_weights, read_config, stored_shape
 from model import ModelConfig, generate, rope_table
@@ -322,7 +322,7 @@ def tune(out_dir, data, weights, **settings):
     sizes = ("n_layer", "n_head", "n_embd")
     config = out_dir.parent / f"{out_dir.name}.py"
     config.write_text("".join(f"{k} = {v!r}\n" for k, v in TINY.items() if k not in sizes))
-    result = run_script("train.py", config, f"--out_dir={out_dir}", f"--dataset={data}", f"--init_from={weights}", *as_args(settings))
+    result = forked(1, "train.py", config, f"--out_dir={out_dir}", f"--dataset={data}", f"--init_from={weights}", *as_args(settings))
     assert "Traceback" not in result.err, result.err
     return result
 
@@ -335,7 +335,7 @@ def test_tied_heads_stay_tied_and_the_table_keeps_its_size_through_training(save
     before = open_weights(str(saved("qwen2")[1])).sources["wte.weight"][1](slice(None))
     after = weights.sources["wte.weight"][1](slice(0, 259))
     assert after.shape == before.shape and not torch.equal(before, after)
-    text = run_script("sample.py", f"--out_dir={tmp_path / 'run'}", "--temperature=5", "--top_k=none", "--max_new_tokens=200", "--num_samples=8",
+    text = forked(1, "sample.py", f"--out_dir={tmp_path / 'run'}", "--temperature=5", "--top_k=none", "--max_new_tokens=200", "--num_samples=8",
                       "--device=cpu")
     assert text.code == 0, text.err  # an id beyond the tokenizer would be refused
 

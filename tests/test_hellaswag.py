@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from conftest import TINY, as_args, records, run_script, torchrun, train
 
+from conftest import TINY, as_args, forked, records, train
 from data.tokenizers import byte_tokenizer
 from engine.config import Config
 from engine.errors import UserError
@@ -67,7 +67,7 @@ def test_the_choices_are_those_of_transformers_on_any_layout(folder, expected):
     watch.start(Config(watchdog_seconds=0), 0)
     assert choose(model, items, 8, place, Precision("float32", None, False), watch).tolist() == expected
     watch.__exit__()
-    assert torchrun(2, "tests/ranks.py", "choices", folder).code == 0
+    assert forked(2, "tests/ranks.py", "choices", folder).code == 0
     for rank in range(2):
         for found in json.loads((folder / f"choices-{rank}.json").read_text()):
             assert found == expected, rank
@@ -80,10 +80,10 @@ def test_a_run_scores_at_each_evaluation_and_says_so(folder, expected, data, tmp
     sizes = {k: v for k, v in TINY.items() if not k.startswith("n_") and k not in ("block_size", "total_batch_size")}
     words = [f"--dataset={data}", f"--init_from={folder / 'weights'}", f"--hellaswag={folder / 'items.jsonl'}",
              *as_args({**sizes, "block_size": 64, "total_batch_size": 128})]
-    only = run_script("train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'only'}", "--eval_only", *words)
+    only = forked(1, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'only'}", "--eval_only", *words)
     assert only.code == 0 and f"HellaSwag {right[0] / 43:.2%} of 43 right by the mean loss of the ending, {right[1] / 43:.2%} by its sum" in only.out, only.out
     run = tmp_path / "run"
-    result = torchrun(2, "train.py", "tests/empty_config.py", f"--out_dir={run}", *words, "--batch_size=1", "--max_iters=4", "--eval_interval=2",
+    result = forked(2, "train.py", "tests/empty_config.py", f"--out_dir={run}", *words, "--batch_size=1", "--max_iters=4", "--eval_interval=2",
                       "--learning_rate=1e-30", "--hellaswag_items=41")
     assert result.code == 0 and result.out.count("HellaSwag") == 2, result.err
     right = [sum(e[i] == label for e, label in zip(expected[:41], labels)) for i in range(2)]

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from conftest import TINY, as_args, curve, made_up_records, records, run_script, several, tensors, torchrun, write_records
+from conftest import TINY, as_args, curve, forked, made_up_records, records, several, tensors, write_records
 
 BASE = {**TINY, "learning_rate": 1e-3, "grad_clip": 0.5, "n_head": 4, "n_kv_head": 2, "total_batch_size": 4 * 32, "eval_interval": 20, "eval_tokens": 300,
         "lr_decay_iters": 20, "check_replicas_interval": 5, "sample_tokens": 20}
@@ -127,7 +127,7 @@ def test_a_run_goes_on_under_other_meshes_and_back(runs, data):
 
 def refused(n, data, tmp_path, **settings):
     arguments = ["tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={data}", *as_args({**BASE, **settings})]
-    result = torchrun(n, "train.py", *arguments) if n > 1 else run_script("train.py", *arguments)
+    result = forked(n, "train.py", *arguments)
     told = [line for line in (result.err + result.out).splitlines() if line.startswith("error:")]
     assert result.code and len(told) == 1 and not (tmp_path / "run").exists(), result.err
     return told[0]

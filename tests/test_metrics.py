@@ -14,8 +14,8 @@ import termios
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Finished, Job, as_args, curve, several, steps, torchrun, train
 
+from conftest import ROOT, TINY, Finished, Job, as_args, curve, several, steps, torchrun, train
 from engine.config import Config
 from engine.console import WINDOW, Console, z_score
 from engine.errors import UserError

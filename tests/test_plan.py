@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from conftest import ROOT, TINY, as_args, curve, records, run_script, steps, torchrun
+from conftest import ROOT, TINY, as_args, curve, forked, records, run_script, steps, torchrun
 from engine.config import Config, load_config, make_model_config, resolve
 from engine.errors import UserError
 from engine.plan import plan, size
@@ -38,7 +38,7 @@ RUNGS = {
     "qwen3_sft": (1, "single", "RTX 4090", 1, (1, 1, 1, 1)),
     "qwen3_8b_sft_fsdp": (8, "fsdp", "H100", 2, (1, 2, 1, 1)),
 }
-BRIEF = ("quickstart", "sft_quickstart", "llama_8b_hsdp")  # rehearsed by default: one process, SFT, replicas of shards
+BRIEF = ("sft_quickstart", "llama_8b_hsdp")  # rehearsed by default: one process and SFT, replicas of shards
 
 
 def config_of(*argv):
@@ -73,8 +73,7 @@ def counted(data, tmp_path_factory):
     for ranks, variants in COUNTED.items():
         commands = [["tests/counting.py", f"--out_dir={folder / f'{ranks}-{name}'}", f"--dataset={data}",
                      *as_args({**UNEVEN, **settings})] for name, settings in variants.items()]
-        script = ("tests/several.py", json.dumps(commands))
-        result = torchrun(ranks, *script) if ranks > 1 else run_script(*script)
+        result = forked(ranks, "tests/several.py", json.dumps(commands))
         assert result.code == 0, result.out[-3000:] + result.err[-5000:]
         for name, command in zip(variants, commands):
             run = folder / f"{ranks}-{name}"
@@ -210,12 +209,12 @@ def test_every_config_opens_with_what_it_teaches_needs_and_shows():
 
 @pytest.mark.quick
 def test_a_plan_is_printed_without_training(tmp_path):
-    result = run_script("train.py", "configs/llama_8b_hsdp.py", "--plan=16", f"--out_dir={tmp_path / 'run'}", "--activation_checkpointing=none")
+    result = forked(1, "train.py", "configs/llama_8b_hsdp.py", "--plan=16", f"--out_dir={tmp_path / 'run'}", "--activation_checkpointing=none")
     assert result.code == 0 and not (tmp_path / "run").exists() and not result.err
     for words in ("dp_replicate 2, dp_shard 8", "8,030,261,248", "H100: too much", "activation_checkpointing=block", "all-gather", "96.4 GB on disk"):
         assert words in result.out, words
     for arguments, words in [(["--plan_gpu=H10"], "H100"), (["--plan=3"], "1, 2, 4"), (["--plan=-1"], "at least 0")]:
-        result = run_script("train.py", "configs/gpt2_124m.py", "--plan=2", *arguments)
+        result = forked(1, "train.py", "configs/gpt2_124m.py", "--plan=2", *arguments)
         assert result.code == 2 and len(result.errors) == 1 and words in result.errors[0], result.err
 
 

@@ -11,9 +11,18 @@ import time
 
 import pytest
 
-from conftest import ASSETS, ROOT, TINY, as_args, curve, records, some_text, steps, tensors, train
+from conftest import ASSETS, ROOT, TINY, Job, alive, as_args, curve, records, some_text, steps, tensors, train, wait_for
 
 # What breaks is the world around the loop, never the code that is to notice it: a config file is Python, and runs before all else.
+TAKES_SECONDS = """
+import time
+from data.order import WindowReader
+_batch = WindowReader.batch
+def _slow(reader, *a, **k):
+    time.sleep(0.02 if reader.order else 0.5)
+    return _batch(reader, *a, **k)
+WindowReader.batch = _slow
+"""
 HANGS = """
 import os, time
 from data.order import WindowReader
@@ -56,78 +65,43 @@ AdamW.step = _break
 """
 
 
-def start(n, out_dir, data, config=None, options=(), **settings):
-    """train.py on n processes (1: without torchrun), in a session of its own, its output in one pipe."""
-    torchrun = [] if n == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *options]
-    command = [sys.executable, "-u", *torchrun, "train.py", str(config or "tests/empty_config.py"), f"--out_dir={out_dir}", f"--dataset={data}",
-               *as_args({**TINY, **settings})]
-    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-
-
-def read_until(process, text):
-    """Reads a process's output up to a line that has `text`; returns what was read."""
-    found = []
-    for line in process.stdout:
-        found.append(line)
-        if text in line:
-            return "".join(found)
-    raise AssertionError(f"{text!r} did not come:\n" + "".join(found))
-
-
-def workers(process):
-    return [int(p) for p in subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()]
-
-
-@pytest.fixture(scope="module")
-def long_data(tmp_path_factory):
-    """A data set whose validation split takes seconds."""
-    from prepare import prepare
-
-    folder = tmp_path_factory.mktemp("long")
-    (folder / "text.txt").write_text(some_text(1_000_000))
-    return prepare(str(folder / "text.txt"), tokenizer="byte", val_fraction=0.5, workers=1, out=str(folder / "set"), quiet=True)
-
-
 # -------------------------------------------------------------------------------------------------------------- signals
-
-LONG_UPDATE = dict(total_batch_size=2 * 16 * 4096)  # 4,096 micro-batches: many seconds
-
 
 SIGNALS = [(where, *how) for where in ("first step", "step", "evaluation") for how in ((1, "worker", "single"), (2, "torchrun", "ddp"), (2, "worker", "fsdp"))]
 ALWAYS = [("first step", "ddp"), ("step", "single"), ("step", "fsdp"), ("evaluation", "single"), ("evaluation", "ddp")]
 
 
 @pytest.mark.parametrize("where, n, target, parallel", [case if (case[0], case[3]) in ALWAYS else pytest.param(*case, marks=pytest.mark.full) for case in SIGNALS])
-def test_a_signal_leaves_one_checkpoint_of_one_step_and_an_equal_curve(where, n, target, parallel, long_data, tmp_path):
+def test_a_signal_leaves_one_checkpoint_of_one_step_and_an_equal_curve(where, n, target, parallel, data, tmp_path):
+    (tmp_path / "slow.py").write_text(TAKES_SECONDS)
     run, whole = tmp_path / "run", tmp_path / "whole"
-    settings = dict(parallel=parallel, deterministic=True, max_iters=4, save_interval=50)
+    settings = dict(parallel=parallel, deterministic=True, max_iters=4, save_interval=50, config=tmp_path / "slow.py")
     if where == "evaluation":
         settings |= dict(eval_interval=2, eval_tokens=10**9, save_interval=2)
         shown = "saved"
     else:
-        settings |= LONG_UPDATE
+        settings |= dict(total_batch_size=2 * 16 * 200)  # 4 s on one process
         shown = "device:" if where == "first step" else "step 1/"
-    process = start(n, run, long_data, **settings)
-    out = read_until(process, shown)
-    time.sleep(1)
+    job = Job(n, run, data, **settings)
+    job.wait_for(lambda: shown in job.text)
+    time.sleep(0.5)
     asked = time.time()
-    os.kill(process.pid if target == "torchrun" or n == 1 else workers(process)[-1], signal.SIGTERM)
-    out += process.communicate(timeout=60)[0]
-    assert time.time() - asked < 15, out
-    assert process.returncode == 143 if n == 1 else process.returncode, out
+    os.kill(job.process.pid if target == "torchrun" else job.workers()[-1], signal.SIGTERM)
+    code = job.end(60)
+    assert time.time() - asked < 15, job.text
+    assert code == 143 if n == 1 else code, job.text
     expected = {"first step": 0, "step": 1, "evaluation": 2}[where]
-    assert steps(run) == [expected] and f"SIGTERM: saving update {expected} and leaving" in out, out
+    assert steps(run) == [expected] and f"SIGTERM: saving update {expected} and leaving" in job.text, job.text
     assert sorted(curve(run)) == list(range(1, expected + 1)) and not records(run, "val")
     if where == "evaluation":
-        assert out.count("validation loss") == 0
+        assert job.text.count("validation loss") == 0
         settings |= dict(eval_tokens=64)  # it is made up for
     else:
         settings |= dict(max_iters=expected)  # a long update once more would prove nothing new
-    assert start(n, run, long_data, **settings).wait(timeout=120) == 0
+    train(run, data, n=n, **settings)
     if where == "evaluation":
         assert [r["step"] for r in records(run, "val")] == [2, 4]
-        train(whole, long_data, **{**settings, "parallel": "single"})
+        train(whole, data, **{**settings, "parallel": "single"})
         assert curve(run) == curve(whole) and tensors(run, 4) == tensors(whole, 4)
 
 
@@ -144,7 +118,7 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_half_made(tmp_path):
     process = subprocess.Popen([sys.executable, "-u", "-c", code, "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", "--dataset=x", *as_args(TINY)], cwd=ROOT,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env={**os.environ, "TIKTOKEN_CACHE_DIR": os.path.join(ASSETS, "tiktoken")})
-    read_until(process, "preparing")
+    assert any("preparing" in line for line in process.stdout)
     time.sleep(0.7)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
@@ -152,25 +126,24 @@ def test_a_signal_while_data_are_prepared_leaves_nothing_half_made(tmp_path):
     assert not (tmp_path / "run").exists() and not (tmp_path / "set").exists() and os.listdir(tmp_path) == ["corpus"]
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_time_limit_saves_and_leaves_for_good(n, long_data, tmp_path):
+@pytest.mark.parametrize("n, seconds", [(1, 6), (2, 10)])
+def test_the_time_limit_saves_and_leaves_for_good(n, seconds, data, tmp_path):
     run = tmp_path / "run"
-    process = start(n, run, long_data, options=["--max-restarts=2"], time_limit=12, max_iters=100_000)
-    out = process.communicate(timeout=90)[0]
-    assert process.returncode == 143 if n == 1 else process.returncode
-    assert out.count("time_limit: saving update") == 1 and "going on from" not in out, out  # torchrun's restarts leave at once
+    job = Job(n, run, data, ["--standalone", "--max-restarts=2"] if n > 1 else ("--standalone",), time_limit=seconds, max_iters=100_000)
+    assert job.end(90) == 143 or n > 1
+    assert job.text.count("time_limit: saving update") == 1 and "going on from" not in job.text, job.text  # torchrun's restarts leave at once
     assert len(steps(run)) == 1 and max(curve(run)) == steps(run)[0] > 0
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_save_of_a_stop_waits_for_the_one_in_the_background(n, long_data, tmp_path):
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_the_save_of_a_stop_waits_for_the_one_in_the_background(n, data, tmp_path):
     run = tmp_path / "run"
-    process = start(n, run, long_data, async_save=True, save_interval=3, keep_last=-1, max_iters=100_000, log_interval=3)
-    out = read_until(process, "step 9/")
-    os.kill(process.pid, signal.SIGTERM)
-    out += process.communicate(timeout=60)[0]
+    job = Job(n, run, data, async_save=True, save_interval=3, keep_last=-1, max_iters=100_000, log_interval=3)
+    job.wait_for(lambda: job.step >= 9)
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.end(60)
     found = steps(run)
-    assert found[-1] == max(curve(run)) and set(range(3, 10, 3)) <= set(found), out
+    assert found[-1] == max(curve(run)) and set(range(3, 10, 3)) <= set(found), job.text
     assert not [name for name in os.listdir(run / "checkpoints") if name.startswith(".")]
 
 
@@ -181,26 +154,23 @@ def test_the_save_of_a_stop_waits_for_the_one_in_the_background(n, long_data, tm
 def test_a_hang_ends_with_every_ranks_stacks_and_torchrun_starts_again(parallel, data, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     run = tmp_path / "run"
-    process = start(2, run, data, tmp_path / "hangs.py", ["--max-restarts=1"], parallel=parallel, watchdog_seconds=4, save_interval=5, max_iters=10, deterministic=True)
-    out = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, out
-    told = re.findall(r"error: no step was finished in watchdog_seconds=4: rank (\d) on \S+ was in step 7 ", out)
-    assert sorted(told) == ["0", "1"] and "in _hang" in out and out.count("in run_rank") == 2, out
+    job = Job(2, run, data, ["--standalone", "--max-restarts=1"], config=tmp_path / "hangs.py", parallel=parallel, watchdog_seconds=4, save_interval=5, max_iters=10,
+              deterministic=True)
+    assert job.end(120) == 0, job.text
+    told = re.findall(r"error: no step was finished in watchdog_seconds=4: rank (\d) on \S+ was in step 7 ", job.text)
+    assert sorted(told) == ["0", "1"] and "in _hang" in job.text and job.text.count("in run_rank") == 2, job.text
     train(tmp_path / "whole", data, max_iters=10, deterministic=True)
     assert curve(run) == curve(tmp_path / "whole") and [r["step"] for r in records(run, "event") if r["event"] == "resumed"] == [5]
 
 
 def test_workers_of_a_killed_torchrun_do_not_go_on_alone(data, tmp_path):
     run = tmp_path / "run"
-    process = start(2, run, data, max_iters=100_000, save_interval=5)
-    read_until(process, "step 10/")
-    orphans = workers(process)
-    process.kill()
-    process.wait()
-    deadline = time.time() + 10
-    while any(os.path.exists(f"/proc/{p}") and "zombie" not in open(f"/proc/{p}/status").read() for p in orphans):
-        assert time.time() < deadline, "they train on"
-        time.sleep(0.1)
+    job = Job(2, run, data, max_iters=100_000, save_interval=5)
+    job.wait_for(lambda: job.step >= 10)
+    orphans = job.workers()
+    job.process.kill()
+    job.process.wait()
+    wait_for(lambda: not any(map(alive, orphans)), 10)
     train(run, data, max_iters=steps(run)[-1] + 1, lr_decay_iters=100_000, save_interval=5)
 
 
@@ -219,8 +189,9 @@ def all_finite(run):
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
     """(data set, weights to start from): the letter Q stands in one place, and its embedding overflows in the first norm."""
-    from prepare import prepare
     from safetensors.torch import load_file, save_file
+
+    from prepare import prepare
 
     folder = tmp_path_factory.mktemp("poisoned")
     text = some_text(1600)
@@ -251,9 +222,7 @@ def manifest_of(run, step, file):
 def test_a_poisoned_batch_is_passed_over_and_named(n, poisoned, tmp_path):
     data, weights = poisoned
     run = tmp_path / "run"
-    process = start(n, run, data, init_from=weights, tie_embeddings=False, max_iters=12, save_interval=1, keep_last=-1)
-    out = process.communicate(timeout=90)[0]
-    assert process.returncode == 0, out
+    out = train(run, data, n=n, init_from=weights, tie_embeddings=False, max_iters=12, save_interval=1, keep_last=-1).out
     event, = [r for r in records(run, "event") if r["event"] == "bad_step"]
     assert sorted(curve(run)) == list(range(1, 13)) and all(math.isfinite(v) for c in curve(run).values() for v in c)
     assert event["samples"][1] == 8 and len(event["windows"]) == 8 and "nan" in event["loss"]
@@ -266,9 +235,7 @@ def test_a_poisoned_batch_is_passed_over_and_named(n, poisoned, tmp_path):
 def test_a_state_that_broke_goes_back_to_the_last_checkpoint_and_passes_over(n, parallel, data, tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS.format(after=6, times=1))
     run = tmp_path / "run"
-    process = start(n, run, data, tmp_path / "breaks.py", parallel=parallel, max_iters=12, save_interval=4, keep_last=-1, max_bad_steps=2, deterministic=True)
-    out = process.communicate(timeout=90)[0]
-    assert process.returncode == 0, out
+    out = train(run, data, tmp_path / "breaks.py", n=n, parallel=parallel, max_iters=12, save_interval=4, keep_last=-1, max_bad_steps=2, deterministic=True).out
     assert out.count("2 updates in a row were not finite: going back to update 4 and passing over those samples") == 1, out
     assert sorted(curve(run)) == list(range(1, 13)) and all(math.isfinite(v) for c in curve(run).values() for v in c)
     back, = [r for r in records(run, "event") if r["event"] == "went_back"]
@@ -282,9 +249,8 @@ def test_a_state_that_broke_goes_back_to_the_last_checkpoint_and_passes_over(n, 
 def test_bad_again_after_going_back_is_the_end_and_is_said(data, tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS.format(after=6, times=9))
     run = tmp_path / "run"
-    process = start(2, run, data, tmp_path / "breaks.py", ["--max-restarts=2"], max_iters=12, save_interval=4, keep_last=-1, max_bad_steps=2)
-    out = process.communicate(timeout=120)[0]
-    assert process.returncode and out.count("again after going back to update 4") == 1 and out.count("going on from") == 0, out
+    job = Job(2, run, data, ["--standalone", "--max-restarts=2"], config=tmp_path / "breaks.py", max_iters=12, save_interval=4, keep_last=-1, max_bad_steps=2)
+    assert job.end(120) and job.text.count("again after going back to update 4") == 1 and job.text.count("going on from") == 0, job.text
     assert steps(run) == [4]
     all_finite(run)
 
@@ -293,9 +259,8 @@ def test_bad_again_after_going_back_is_the_end_and_is_said(data, tmp_path):
 def test_weights_that_are_not_finite_are_never_written(async_save, data, tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS.format(after=8, times=1))
     run = tmp_path / "run"
-    process = start(1, run, data, tmp_path / "breaks.py", max_iters=12, save_interval=4, keep_last=-1, async_save=async_save, deterministic=True)
-    out = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "the weights are not finite: going back to update 4" in out, out
+    result = train(run, data, tmp_path / "breaks.py", max_iters=12, save_interval=4, keep_last=-1, async_save=async_save, deterministic=True)
+    assert "the weights are not finite: going back to update 4" in result.out, result.out
     train(tmp_path / "whole", data, max_iters=12, deterministic=True)
     assert curve(run) == curve(tmp_path / "whole"), "nothing was bad but the memory: the same curve"
     assert steps(run) == [4, 8, 12]
@@ -305,9 +270,8 @@ def test_weights_that_are_not_finite_are_never_written(async_save, data, tmp_pat
 def test_a_state_that_broke_before_the_first_checkpoint_starts_again_from_the_first_values(data, tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS.format(after=3, times=1))
     run = tmp_path / "run"
-    process = start(1, run, data, tmp_path / "breaks.py", max_iters=8, max_bad_steps=1)
-    out = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "going back to update 0" in out and sorted(curve(run)) == list(range(1, 9)), out
+    result = train(run, data, tmp_path / "breaks.py", max_iters=8, max_bad_steps=1)
+    assert "going back to update 0" in result.out and sorted(curve(run)) == list(range(1, 9)), result.out
     train(tmp_path / "whole", data, max_iters=3)
     assert [curve(run)[s][:2] for s in (1, 2, 3)] == [c[:2] for c in curve(tmp_path / "whole").values()]
 
@@ -316,14 +280,11 @@ def test_a_state_that_broke_before_the_first_checkpoint_starts_again_from_the_fi
 
 
 @pytest.mark.parametrize("fault, layout, named", [
-    (READS_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
-    (READS_SLOWLY, dict(cp=2), True), (COMPUTES_SLOWLY.replace("0.02", "0.05"), dict(ranks=2, tp=2, n_head=4, total_batch_size=32), True), ("", dict(parallel="ddp"), False)])
+    pytest.param(READS_SLOWLY, dict(parallel="ddp"), True, marks=pytest.mark.full), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
+    (READS_SLOWLY, dict(cp=2), True), (COMPUTES_SLOWLY.replace("0.02", "0.05"), dict(n=2, tp=2, n_head=4, total_batch_size=32), True), ("", dict(parallel="ddp"), False)])
 def test_a_slow_rank_is_named(fault, layout, named, data, tmp_path):
     (tmp_path / "slow.py").write_text(fault)
-    settings = {"ranks": 4, "max_iters": 30, "total_batch_size": 8 * 32, **layout}
-    process = start(settings.pop("ranks"), tmp_path / "run", data, tmp_path / "slow.py", **settings)
-    out = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, out
+    out = train(tmp_path / "run", data, tmp_path / "slow.py", **{"n": 4, "max_iters": 30, "total_batch_size": 8 * 32, **layout}).out
     found = [r for r in records(tmp_path / "run", "event") if r["event"] == "slow_rank"]
     assert [r["rank"] for r in found] == ([1] if named else []) and out.count("warning: rank 1 on") == named, out
 
@@ -348,9 +309,7 @@ def test_saving_in_the_background_saves_what_the_step_was(n, parallel, data, tmp
     here, behind = tmp_path / "here", tmp_path / "behind"
     settings = dict(parallel=parallel, max_iters=9, save_interval=1, keep_last=-1, n_embd=192, eval_interval=3, deterministic=True)
     for run, async_save in ((here, False), (behind, True)):
-        process = start(n, run, data, async_save=async_save, **settings)
-        out = process.communicate(timeout=90)[0]
-        assert process.returncode == 0, out
+        train(run, data, n=n, async_save=async_save, **settings)
     assert steps(here) == steps(behind) == list(range(1, 10)) and curve(here) == curve(behind)
     assert all(tensors(here, s) == tensors(behind, s) for s in range(1, 10)), "no later update came into the copy"
     assert (behind / "checkpoints" / "best").is_dir() == (here / "checkpoints" / "best").is_dir()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, TINY, as_args, curve, records, steps, tensors, train
+from conftest import ROOT, TINY, as_args, curve, forked, records, steps, tensors, train
 
 # 100 windows and 8 samples an update: epoch 0 ends within update 13
 CURVE = dict(dropout=0.2, total_batch_size=128, lr_decay_iters=18)  # 128 = 4 micro-batches of 2 x 16
@@ -155,11 +155,10 @@ def test_a_branch_takes_weights_and_optimizer_along_and_starts_at_zero(ten, data
     assert len(result.errors) == 1 and "n_layer is 2" in result.errors[0]
     config = tmp_path / "config.py"
     config.write_text("n_layer = 5\n")
-    from conftest import run_script
     rest = {k: v for k, v in TINY.items() if k != "n_layer"}
-    result = run_script("train.py", config, f"--out_dir={fine}", f"--dataset={data}", *as_args({**rest, **same}), f"--init_from={ten}")
+    result = forked(1, "train.py", config, f"--out_dir={fine}", f"--dataset={data}", *as_args({**rest, **same}), f"--init_from={ten}")
     assert result.code == 0 and "n_layer is 2" in result.out
-    again = run_script("train.py", config, f"--out_dir={fine}", f"--dataset={data}", *as_args({**rest, **same, "max_iters": 2}),
+    again = forked(1, "train.py", config, f"--out_dir={fine}", f"--dataset={data}", *as_args({**rest, **same, "max_iters": 2}),
                        f"--init_from={ten}")
     assert again.code == 0 and "going on from" in again.out, again.err
 
@@ -216,7 +215,7 @@ def test_a_branch_from_the_folder_that_is_set_aside_is_refused(run, data):
     assert len(result.errors) == 1 and "one of the two" in result.errors[0]
 
 
-@pytest.mark.parametrize("n, parallel", [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize("n, parallel", [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.full)])
 def test_going_on_takes_no_more_memory_than_starting(n, parallel, data, tmp_path):
     """Peak of the largest process: within 10% of a fresh start's plus one copy of the model."""
     settings = {**TINY, "n_layer": 6, "n_head": 8, "n_embd": 512, "max_iters": 2, "parallel": parallel}  # 76 MB of weights

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from conftest import ROOT, run_script, train
+from conftest import ROOT, forked, run_script, train
 from prepare import prepare
 
 
@@ -25,7 +25,8 @@ def chars(tmp_path_factory):
 
 
 def sample(run, *args, code=0, env=None):
-    result = run_script("sample.py", f"--out_dir={run}", "--device=cpu", "--threads=1", *args, env=env)
+    words = ["sample.py", f"--out_dir={run}", "--device=cpu", "--threads=1", *args]
+    result = run_script(*words, env=env) if env else forked(1, *words)
     assert result.code == code, result.out + result.err
     return result
 
@@ -97,7 +98,7 @@ def test_weights_that_are_not_finite_are_said_to_be(run, tmp_path):
     manifest["files"]["model.safetensors"] = ckpt.write_safetensors(broken / "model.safetensors", {n: torch.tensor(t.numpy()) for n, t in tensors.items()})
     manifest.pop("sha256")
     (broken / "manifest.json").write_text(json.dumps({**manifest, "sha256": ckpt.json_checksum(manifest)}))
-    result = run_script("sample.py", f"--init_from={broken}", "--device=cpu")
+    result = forked(1, "sample.py", f"--init_from={broken}", "--device=cpu")
     assert result.code == 1 and "not finite" in result.err and "Traceback" not in result.err
 
 

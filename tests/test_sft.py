@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, TINY, as_args, curve, made_up_records, records, run_script, several, steps, tensors, torchrun, train, write_records
+from conftest import ROOT, TINY, as_args, curve, forked, made_up_records, records, run_script, several, steps, tensors, train, write_records
 from data.packing import RecordReader
 from data.shards import TokenDataset
 from engine.config import Config, check_task, load_config
@@ -36,12 +36,12 @@ def test_labels_of_10_and_100_make_one_gradient_however_they_are_shared(tmp_path
     """A rank without any label among them: no hang, no NaN."""
     import ranks
 
-    result = torchrun(2, "tests/ranks.py", "sft_gradients", tmp_path)
+    result = forked(2, "tests/ranks.py", "sft_gradients", tmp_path)
     assert result.code == 0, result.err[-3000:]
     for batch_size in (2, 1):  # at once, and by accumulation
         os.makedirs(tmp_path / str(batch_size))
         ranks.sft_gradients(str(tmp_path / str(batch_size)), batch_size)
-    for name, counts in ranks.LABELLED.items():
+    for name in ranks.LABELLED:
         expected = torch.load(tmp_path / "2" / f"{name}-single-0.pt")
         assert sum(g.abs().sum() for g in expected["gradients"].values()) > 1
         for path in (tmp_path / "1" / f"{name}-single-0.pt", *[tmp_path / f"{name}-{layout}-{rank}.pt" for layout in ("ddp", "fsdp") for rank in (0, 1)]):
@@ -130,7 +130,7 @@ def test_a_run_by_epochs_ends_where_they_do_and_says_what_it_cost(chats, data, t
     base = {k: v for k, v in TINY.items() if k != "max_iters"}
 
     def start(*more):
-        return run_script("train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={chats}", *as_args({**base, **settings}), *more, cwd=ROOT)
+        return forked(1, "train.py", "tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={chats}", *as_args({**base, **settings}), *more)
 
     result = start()
     assert result.code == 0, result.err
@@ -224,9 +224,9 @@ def test_a_file_of_records_is_prepared_with_the_tokenizer_of_the_weights_and_fou
     words = ["tests/empty_config.py", f"--out_dir={tmp_path / 'run'}", f"--dataset={tmp_path / name}.jsonl", f"--model={tmp_path / 'base'}", "--init_optimizer=False",
              *as_args({**TINY, "task": "sft", "block_size": 64, "total_batch_size": 4 * 128, "eval_interval": 2, "general_dataset": data, "lr_decay_iters": 4})]
     try:
-        first = torchrun(2, "train.py", *words, "--max_iters=2")
+        first = forked(2, "train.py", *words, "--max_iters=2")
         assert first.code == 0, first.err
-        more = run_script("train.py", *words, "--max_iters=4", cwd=ROOT)
+        more = forked(1, "train.py", *words, "--max_iters=4")
         assert more.code == 0, more.err
         assert first.out.count("are new to") == 1 and "rows 257 to 258 of the vocabulary" in first.out and "are new to" not in more.out
         for result in (first, more):
@@ -236,9 +236,9 @@ def test_a_file_of_records_is_prepared_with_the_tokenizer_of_the_weights_and_fou
         assert list(curve(tmp_path / "run")) == [1, 2, 3, 4]
         made = glob.glob(os.path.join(ROOT, "data", f"{name}-*"))
         assert len(made) == 1, "the run that went on prepared it anew"
-        other = run_script("train.py", *words, "--max_iters=5", "--train_on=last", cwd=ROOT)
+        other = forked(1, "train.py", *words, "--max_iters=5", "--train_on=last")
         assert other.code == 2 and len(other.errors) == 1 and "train_on was all" in other.errors[0]
-        frozen = run_script("train.py", *words, "--lora_rank=2", f"--out_dir={tmp_path / 'frozen'}", cwd=ROOT)
+        frozen = forked(1, "train.py", *words, "--lora_rank=2", f"--out_dir={tmp_path / 'frozen'}")
         assert frozen.code == 2 and len(frozen.errors) == 1 and "has no control tokens for a chat" in frozen.errors[0]
     finally:
         for folder in glob.glob(os.path.join(ROOT, "data", f"{name}-*")):
@@ -280,15 +280,14 @@ def test_a_rung_of_sft_rehearses_with_records_and_a_process_killed(n, tmp_path):
 @pytest.mark.parametrize("pack", [True, False])
 def test_an_answer_is_right_where_greedy_decoding_gives_it_to_its_last_token(pack, tmp_path):
     """Records whose answers are what generate() makes of their questions, some with one token changed."""
-    from test_model import build, noisy
-
     from engine.evaluate import evaluate
     from engine.processes import Place, Precision
     from engine.watch import Watch
     from model import generate
+    from test_model import build, noisy
 
     model, rng, found, expected = noisy(build(pos="rope", bias=False)), np.random.default_rng(0), [], 0
-    for i in range(24):
+    for _ in range(24):
         question = rng.integers(0, 257, rng.integers(1, 12))
         answers, ids = rng.integers(1, 3), question
         learn = [False] * len(question)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 import pickle
+import shutil
 
 import numpy as np
 import pytest

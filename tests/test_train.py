@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ASSETS, TINY, as_args, curve, records, run_script, some_text, steps, tensors, train
+from conftest import ASSETS, TINY, as_args, curve, forked, records, run_script, some_text, steps, tensors, train
 from engine.families import open_weights
 from sample import load_model
 
@@ -261,11 +261,11 @@ def test_a_nanogpt_checkpoint_samples_with_its_characters_and_is_trained_on(nano
     vocab = len(set(some_text(3000)))
     nanogpt_checkpoint(root / "out" / "ckpt.pt", "_orig_mod.", dataset="chars", vocab=vocab)
     for where in (f"--init_from={root / 'out' / 'ckpt.pt'}", f"--out_dir={root / 'out'}"):
-        out = run_script("sample.py", where, "--max_new_tokens=40", "--start=def", "--device=cpu")
+        out = forked(1, "sample.py", where, "--max_new_tokens=40", "--start=def", "--device=cpu")
         assert out.code == 0 and len(out.out) == len("def") + 40 + 1 and set(out.out) <= set(some_text(3000)), out.err
     run = tmp_path / "run"
     settings = {k: v for k, v in TINY.items() if not k.startswith(("n_", "block"))}
-    result = run_script("train.py", "tests/empty_config.py", f"--init_from={root / 'out' / 'ckpt.pt'}", f"--out_dir={run}", f"--dataset={nanogpt_data}",
+    result = forked(1, "train.py", "tests/empty_config.py", f"--init_from={root / 'out' / 'ckpt.pt'}", f"--out_dir={run}", f"--dataset={nanogpt_data}",
                         *as_args({**settings, "block_size": 16, "max_iters": 30}))
     assert result.code == 0, result.err
     losses = [loss for loss, _, _ in curve(run).values()]
