@@ -483,7 +483,8 @@ def parse(argv):
     parser.add_argument("source", nargs="?", help=f"{', '.join(NAMED)}, a local file or folder, or a hub dataset")
     parser.add_argument("--name", help="the dataset's name: its folder is data/<name> (default: the source's name)")
     parser.add_argument("--out", help="the dataset's folder, where it is not to be data/<name>")
-    parser.add_argument("--tokenizer", help="byte, char, gpt2, cl100k_base, o200k_base, or path to a tokenizer.json (default: the named source's, else gpt2, which is downloaded once; byte needs no download)")
+    parser.add_argument("--tokenizer", help="byte, char, gpt2, cl100k_base, o200k_base, or path to a tokenizer.json (default: the named "
+                                                "source's, else gpt2, which is downloaded once; byte needs no download)")
     parser.add_argument("--eot", metavar="TOKEN", help="the special token that ends a document")
     parser.add_argument("--val_fraction", type=float, help="share of the documents held out for validation (default: 0.05; a named source has its own)")
     parser.add_argument("--workers", type=int, help="threads that encode (default: every core)")

@@ -102,7 +102,7 @@ def run_rank(argv, place, watch):
         items = hellaswag.read_items(config.hellaswag, config.hellaswag_items, tokenizer, config.block_size, config.vocab_size) if config.hellaswag else None
         kinds = recompute.choose(config, precision.element)  # of activation checkpointing, one a block
         changed = check_resumable(resumed, config, feed, say) if resumed else []
-        profiler, communication = (kind(config, place, resumed.step if resumed else 0) for kind in (Profiler, CommReport))
+        profiler, communication = Profiler(config, place, resumed.step if resumed else 0), CommReport(config, place, resumed.step if resumed else 0)
     with place.agreement():
         processes.compare_ranks(place, config, [feed.everything(), items and items.fingerprint])
 

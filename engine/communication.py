@@ -10,12 +10,16 @@ import contextlib
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engine.errors import UserError
-from engine.profiling import WARMUP
+
+Moment = Any  # seconds, or a torch.cuda.Event
+WARMUP = 3  # updates before a report: the first ones compile, tune and take memory
 
 KINDS = ("parameters", "gradients", "Muon's matrices", "keys and values", "activations", "losses and norms")
 
@@ -29,7 +33,7 @@ _report = None  # the one that listens now
 
 
 @contextlib.contextmanager
-def about(kind: str):
+def about(kind: str) -> Iterator[None]:
     """Around collectives, or a function that calls some: what they carry, one of KINDS."""
     before, _thread.kind = getattr(_thread, "kind", None), kind
     try:
@@ -38,7 +42,7 @@ def about(kind: str):
         _thread.kind = before
 
 
-def mark(cuda: bool) -> float | torch.cuda.Event:
+def mark(cuda: bool) -> Moment:
     """This moment, or on CUDA the one at which the current stream comes here; seconds_between() two of them."""
     if not cuda:
         return time.perf_counter()
@@ -47,12 +51,12 @@ def mark(cuda: bool) -> float | torch.cuda.Event:
     return event
 
 
-def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+def seconds_between(start: Moment, end: Moment) -> float:
     """Events must be over."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def waited(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> None:
+def waited(start: Moment, end: Moment) -> None:
     """Tells the report that listens, if any, of a wait that it cannot see."""
     if _report is not None:
         _report.waits.append((start, end))

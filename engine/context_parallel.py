@@ -96,7 +96,7 @@ class Part:
         parts = torch.stack((head, tail.flip(0)), dim=-3).flatten(-3, -2)  # (cp, 2, B, K, T / cp, D)
         own = parts.new_empty(parts.shape[1:])
         dist.reduce_scatter_single(own.view(-1), parts.view(-1), group=self.context.group)
-        return own.unbind()
+        return own[0], own[1]
 
 
 def pieces(T: int, documents) -> list[tuple[slice, int, int]]:

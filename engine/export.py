@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import shutil
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def find_family(config: ModelConfig) -> tuple[Family, ModelConfig]:
         elif family.model_type == "llama" and config.n_embd % config.n_head:
             wrong.append("head_dim")  # its configuration insists on the division
         if not wrong:
-            biases = {"bias": True, "qkv_bias": True, "o_bias": True} if family is GPT2 else {}
+            biases: dict[str, Any] = {"bias": True, "qkv_bias": True, "o_bias": True} if family is GPT2 else {}
             if "attention_bias" in family.bias_keys:
                 biases["qkv_bias"] = biases["o_bias"] = config.qkv_bias or config.o_bias
             return family, dataclasses.replace(config, **biases)
@@ -221,8 +222,8 @@ def merges_of(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
         while len(parts) > 2:
             best, at = min((rank.get(parts[i] + parts[i + 1], own), i) for i in range(len(parts) - 1))
             if best >= own:
-                raise ValueError(f"{token} is no merge of earlier tokens")
+                raise ValueError(f"{token!r} is no merge of earlier tokens")
             parts[at:at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
-            found.append(tuple(parts))
+            found.append((parts[0], parts[1]))
     return found

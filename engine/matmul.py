@@ -101,14 +101,14 @@ def cheap(out: torch.Tensor, function: Callable, *inputs: torch.Tensor | None) -
     """Says of `out`, the value of function(*inputs), that products which read it may keep the inputs instead; returns it. The function holds
     no tensors of its own: a parameter that FSDP gathers is another one in the backward."""
     if out.numel() >= WORTH and keeps(out):
-        out.remade = Remade(function), inputs
+        out.remade = Remade(function), inputs  # type: ignore[attr-defined]
     return out
 
 
 def same(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`view`, a view of all of x, of which is said what cheap() says of x."""
     if hasattr(x, "remade"):
-        view.remade = x.remade
+        view.remade = x.remade  # type: ignore[attr-defined]
     return view
 
 

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+from typing import TextIO
 
 import torch
 
@@ -72,7 +73,8 @@ class Metrics:
         A rank that is not active writes nothing.
         """
         self.run, self.path, self.active = run, os.path.join(run, "metrics.jsonl"), active
-        self.trackers, self.file, self.lock = Trackers(), None, threading.Lock()  # a save in the background writes its line too
+        self.file: TextIO | None = None
+        self.trackers, self.lock = Trackers(), threading.Lock()  # a save in the background writes its line too
         self.go_back(step)
 
     def go_back(self, step: int) -> None:
@@ -190,7 +192,7 @@ class Metrics:
             tokens, losses, rates, speeds, _ = zip(*thin)
             top.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each update")
             # smoothed from both ends: from one alone it lags behind a curve that falls
-            both = [(a + b) / 2 for a, b in zip(smooth(losses), reversed(smooth(losses[::-1])))]
+            both = [(a + b) / 2 for a, b in zip(smooth(list(losses)), reversed(smooth(list(losses[::-1]))))]
             top.plot(tokens, both, color="tab:blue", linewidth=1.5, label="training, smoothed")
             middle.plot(tokens, rates, color="tab:green")
             bottom.plot(tokens, speeds, color="tab:gray", linewidth=0.8)

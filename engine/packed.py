@@ -5,18 +5,22 @@ a third of the time of the layout that training uses.
 """
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from model import GPT
 
-def cache_dtype(model: torch.nn.Module) -> torch.dtype:
+
+def cache_dtype(model: "GPT") -> torch.dtype:
     """What keys and values come out as: the autocast type where that is on, else the weights' own."""
     weight = model.wte.weight
     return torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype
 
 
 @contextlib.contextmanager
-def packed_weights(model: torch.nn.Module):
+def packed_weights(model: "GPT"):
     """Inside, while no gradient is asked for, a CPU multiplies by each matrix in oneDNN's own layout.
 
     A second copy of the matrices is held meanwhile. Where there is no such layout (other devices, shards, compiled blocks) or no

@@ -129,8 +129,9 @@ def groups_of(model, place):
 def planned_traffic(c, place) -> dict[str, int]:
     """{kind: bytes that a rank sends in an update} of a run whose settings are resolved, on the processes of its Place."""
     linears, root, norms = groups_of(meta_model(c), place)
-    sent = Counter()
-    for name, b in sent_bytes(c, place, linears, root, 4 if c.dtype == "float32" else 2, norms).items():
+    sent: Counter = Counter()
+    element = 4 if c.dtype == "float32" else 2
+    for name, b in sent_bytes(c, place, recompute.choose(c, element), linears, root, element, norms).items():
         sent[name.partition(" of ")[2]] += b
     return dict(sent)
 

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -19,11 +20,11 @@ from engine.errors import UserError
 KINDS = ("none", "selective", "block")
 
 
-def again(function: Callable, block: torch.nn.Module, *args, dropout: bool = True) -> torch.Tensor:
+def again(function: Callable, block: Any, *args, dropout: bool = True) -> torch.Tensor:
     """function(*args), of which autograd keeps the inputs alone. It is made again up to the input of the block's last product: what comes out of
     that, a fifth of a block's work, no backward needs. dropout: whether there is any in it, whose random numbers have to be the same ones."""
     eager = not torch.compiler.is_compiling() and block._compiled_call_impl is None
-    options = {"context_fn": lambda: (contextlib.nullcontext(), without_value(block.mlp.down))} if eager else {}
+    options: dict[str, Any] = {"context_fn": lambda: (contextlib.nullcontext(), without_value(block.mlp.down))} if eager else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=dropout, **options)
 
 

@@ -9,6 +9,7 @@ leaves, so that a subtree is summed where it lies and ranks exchange only subtre
 
 import contextlib
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,20 +19,22 @@ from engine.context_parallel import ContextParallel
 from engine.errors import Recoverable
 from engine.tensor_parallel import parallelize
 
+Parameter = Any  # a torch.Tensor, or a DTensor of which a part lies here
 
-def local(t: torch.Tensor) -> torch.Tensor:
+
+def local(t: Parameter) -> torch.Tensor:
     """The part of a tensor that lies on this rank, sharing its memory: all of it, but for a DTensor's shard of rows."""
     return t.detach().to_local() if hasattr(t, "to_local") else t
 
 
-def shard_of(t: torch.Tensor, dim: str = "dp_shard") -> tuple:
+def shard_of(t: Parameter, dim: str = "dp_shard") -> tuple:
     """(shards, this rank's index among them, process group) of a parameter over a dimension of the mesh; (1, 0, None) where it is whole."""
     if not hasattr(t, "to_local") or dim not in t.device_mesh.mesh_dim_names:
         return 1, 0, None
     return t.device_mesh.size(t.device_mesh.mesh_dim_names.index(dim)), t.device_mesh.get_local_rank(dim), t.device_mesh.get_group(dim)
 
 
-def tensor_dim(t: torch.Tensor) -> int | None:
+def tensor_dim(t: Parameter) -> int | None:
     """The dimension in which tensor parallelism cuts a parameter, None where each rank of it has the whole."""
     if not hasattr(t, "to_local") or "tp" not in t.device_mesh.mesh_dim_names:
         return None
@@ -44,7 +47,7 @@ def shard_rows(rows: int, shards: int) -> int:
     return -(-rows // shards)
 
 
-def ranges(t: torch.Tensor) -> list[tuple[int, int]]:
+def ranges(t: Parameter) -> list[tuple[int, int]]:
     """[(first, behind the last)] in each dimension of a parameter, of what this rank holds: tensor parallelism's part in even cuts, and of
     that FSDP's shard of rows."""
     found = [(0, n) for n in t.shape]
@@ -59,7 +62,7 @@ def ranges(t: torch.Tensor) -> list[tuple[int, int]]:
     return found
 
 
-def row_range(t: torch.Tensor) -> tuple[int, int]:
+def row_range(t: Parameter) -> tuple[int, int]:
     """(first, behind the last) row of a parameter that this rank holds."""
     return ranges(t)[0]
 
@@ -72,7 +75,7 @@ class Owners:
     travels is filled up to what the rank with most to do has, so that all send alike.
     """
 
-    def __init__(self, parameters: list[torch.Tensor]):
+    def __init__(self, parameters: list[Parameter]):
         self.sharded = hasattr(parameters[0], "to_local")
         self.ranks, self.rank, self.group = shard_of(parameters[0])
         if not self.sharded and dist.is_initialized():
@@ -124,7 +127,7 @@ class Owners:
         return out
 
 
-def deal(shapes: list[tuple[int, int]], ranks: int, shards: int) -> tuple[list[list[int]], int]:
+def deal(shapes: list[tuple[int, ...]], ranks: int, shards: int) -> tuple[list[list[int]], int]:
     """([indices of the matrices that each rank owns], elements of a shard of the most that one owns): the costliest first, each to the
     rank that has least to do. The cost is that of optim.orthogonalize: some products with the short side twice."""
     work, dealt = [0] * ranks, [[] for _ in range(ranks)]
@@ -191,7 +194,7 @@ class Sync:
     `model` is called in the loop; `plain` is the module whose parameters, or whose adapters, are trained.
     """
 
-    def __init__(self, plain: torch.nn.Module, place, config):
+    def __init__(self, plain: Any, place, config):
         self.plain, self.model, self.place, self.deterministic = plain, plain, place, config.deterministic
         self.ranks, self.layout = place.ranks, place.layout
         self.parameters = list(plain.parameters())
@@ -459,7 +462,7 @@ class TreeReduceScatter:
         output_tensor.copy_(tree_sum(list(received.view(dist.get_world_size(group), -1))))
 
 
-def shard(model: torch.nn.Module, place, config, precision) -> None:
+def shard(model: Any, place, config, precision) -> None:
     """Shards a GPT in place with FSDP2, a block at a time: each block's Linears are one group that is gathered for its forward and
     backward (in the autocast type, where there is one), everything else is the root's, in float32.
 

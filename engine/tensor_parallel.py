@@ -10,6 +10,7 @@ The cuts are DTensor's plans for the modules of model.py; FSDP then shards what 
 
 import contextlib
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,11 @@ import torch.distributed as dist
 from engine.communication import about
 from engine.errors import UserError
 
+if TYPE_CHECKING:
+    from model import GPT
 
-def parallelize(model: torch.nn.Module, mesh) -> None:
+
+def parallelize(model: "GPT", mesh) -> None:
     """Cuts a GPT in place over a mesh of one dimension, by DTensor's plans, for every family: all have the one block of model.py."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module

@@ -125,7 +125,7 @@ class Watch:
                 asked = asked or time.monotonic()
                 if time.monotonic() - asked > FIRST_STEP_SECONDS:
                     if first_to(self.place, "stopped"):
-                        print(f"{self.reason}: leaving in the first step, which has not ended: nothing of this start is saved, what earlier ones saved stands", flush=True)
+                        print(f"{self.reason}: leaving in the first step, which has not ended: nothing of this start is saved, what earlier ones saved is", flush=True)
                     end_process(self.place, EXIT_SIGNAL, for_good=self.reason in FOR_GOOD)
 
     def _agree(self):

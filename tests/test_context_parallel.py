@@ -28,7 +28,7 @@ def test_the_parts_of_a_sequence_keep_its_positions(size):
         assert torch.cat([part.at for part in parts]).sort().values.tolist() == list(range(T))
         for part in parts:
             assert torch.equal(part.positions, positions[:, part.at]), part.at
-            for rows, own, start, first in part.runs:
+            for _, own, start, first in part.runs:
                 assert part.at[own].tolist() == list(range(first, first + own.stop - own.start)) and start <= first
 
 

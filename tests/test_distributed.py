@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from conftest import ROOT, TINY, Job, as_args, curve, forked, records, several, steps, tensors, torchrun, train
+from conftest import ROOT, TINY, Job, as_args, curve, forked, records, run_script, several, steps, tensors, torchrun, train
 
 BASE = dict(max_iters=20, dropout=0.1, grad_clip=0.5, learning_rate=1e-3, total_batch_size=8 * 32)  # 8 micro-batches of 2 x 16
 LAYOUTS = {  # name: (processes, settings)

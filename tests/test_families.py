@@ -384,7 +384,6 @@ def test_a_larger_vocabulary_is_refused_unless_asked_for(saved, data, tmp_path):
 
 def test_checkpoints_without_the_new_switches_load_and_go_on(data, tmp_path):
     from engine import checkpoint as ckpt
-
     from engine.config import ROPE
 
     new = ("qkv_bias", "o_bias", *ROPE[1:], "resize_vocab")

@@ -13,7 +13,6 @@ import pytest
 from test_prepare import ENV, checksums, command, documents, done, ids_of, refused, write_jsonl
 from test_tokenizers import gpt2, small_json
 
-
 # ---- complete or absent
 
 
