@@ -314,13 +314,16 @@ def use_device(config):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True  # as nanoGPT: float32 products on the tensor cores
         torch.backends.cudnn.allow_tf32 = True
-    if config.attention == "plain":  # of CPU kernels too, whatever the names say
-        for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
-            switch(False)
     config.device, config.dtype = device.type, precision.dtype
     if config.compile is None:
         config.compile = device.type == "cuda"
     return device, precision
+
+
+def use_attention(kind: str) -> None:
+    """auto: the fastest kernel there is; plain: none, on a CPU either, whatever the names of the switches say."""
+    for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
+        switch(kind != "plain")
 
 
 def start(place, config):
@@ -335,6 +338,7 @@ def start(place, config):
     if place.store is not None and config.device in ("auto", "cuda") and torch.cuda.is_available():
         config.device = f"cuda:{place.local_rank}"  # each process of a machine its own
     place.device, precision = use_device(config)
+    use_attention(config.attention)
     if config.float8:
         check_float8(config, place.device)
     backend = ("nccl" if place.device.type == "cuda" else "gloo") if config.backend == "auto" else config.backend

@@ -386,19 +386,17 @@ def test_generating_leaves_the_mode_of_the_model_alone():
 def test_plain_attention_takes_no_kernel_and_gives_the_same():
     """A switch to tell whether a fused kernel is at fault where a run diverges (nanoGPT I167, I215)."""
     from engine.attention import attend
-    from engine.config import Config
-    from engine.processes import use_device
+    from engine.processes import use_attention
 
     q, k, v = torch.randn(3, 2, 3, 16, 8)
     found = {}
     try:
         for attention in ("auto", "plain"):
-            use_device(Config(attention=attention, device="cpu"))
+            use_attention(attention)
             with torch.profiler.profile() as seen:
                 found[attention] = attend(q, k, v)
             kernels = {e.key for e in seen.key_averages()}
             assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in kernels) == (attention == "auto")
     finally:
-        for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.enable_cudnn_sdp):
-            switch(True)
+        use_attention("auto")
     assert torch.allclose(found["auto"], found["plain"], atol=1e-6)
