@@ -307,7 +307,7 @@ def use_device(config):
     if config.threads:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
-        matmul.keep_freed_memory()
+        matmul.set_allocator()
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = choose_precision(device.type, config.dtype, bf16)
     if device.type == "cuda":

@@ -63,7 +63,7 @@ def kept_bytes(c, element: int) -> dict[str, float]:
     tokens, eager, gated = c.batch_size * c.block_size // c.cp, element < 4 and c.compile is False, c.mlp == "swiglu"
     spares = element == 4 and c.device == "cpu" and not c.compile and c.tp == 1
     normed = 0 if spares and tokens * C >= matmul.WORTH else element * C
-    activated = 0 if spares and tokens * F >= matmul.WORTH else 2 if gated else 1
+    activated = 0 if spares and tokens * F >= matmul.WORTH else 2 if gated and not spares else 1
     mask, gathered = C if c.dropout else 0, 4 * C / c.tp if c.tp > 1 else 0  # a norm's output before it is gathered
     targets = c.lora_targets.split(",") if c.lora_rank else []
     attention = (4 * C + mask + element * (2 * H + 2 * K) * D + 4 * H + (element * (H + K) * D if c.qk_norm else 0)) / c.tp
