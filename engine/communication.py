@@ -66,14 +66,19 @@ class CommReport:
     """Counts bytes by kind and the time waited in each of N updates, and tells of them; nothing where comm_report is 0."""
 
     def __init__(self, config, place, step: int):
-        """step: updates made until now. UserError where too few follow, or there is nobody to send to."""
+        """step: updates made until now. UserError where there is nobody to send to, or too few updates follow from the start; a run that goes on
+        near its end has no report, and goes on."""
         self.config, self.place, self.made, self.updates = config, place, 0, config.comm_report
         if self.updates and place.ranks == 1:
             raise UserError(f"comm_report={self.updates} is about what processes send each other and this is one alone: torchrun --standalone "
                             "--nproc_per_node=N train.py ... starts several")
         if self.updates and config.max_iters - step < WARMUP + self.updates:
-            raise UserError(f"comm_report={self.updates} takes {WARMUP + self.updates} updates, {WARMUP} of them to warm up, and {config.max_iters - step} "
-                            f"follow until max_iters={config.max_iters}: a larger --max_iters, or another --out_dir, would work")
+            too_few = (f"comm_report={self.updates} takes {WARMUP + self.updates} updates, {WARMUP} of them to warm up, and {config.max_iters - step} follow until "
+                       f"max_iters={config.max_iters}")
+            if not step:
+                raise UserError(f"{too_few}: a larger --max_iters would work")
+            place.say(f"note: {too_few}: there will be no report")
+            self.updates = 0
         self.first, self.cuda, self.replaced = step + WARMUP + 1, place.device.type == "cuda", []
         self.seconds, self.total, self.all_waits = 0.0, Counter(), []  # of the updates so far
         self.sent, self.waits = Counter(), []  # of this one
@@ -203,7 +208,7 @@ def table(sent: dict[str, float], planned: dict[str, int]) -> list[str]:
 
 def what_it_means(shares: list[float], seconds: float, place) -> list[str]:
     """Two sentences on the share of an update that each rank waits."""
-    least, most = (pick(range(len(shares)), key=shares.__getitem__) for pick in (min, max))
+    least, most = (pick(range(len(shares)), key=lambda rank: shares[rank]) for pick in (min, max))
     mean = sum(shares) / len(shares)
     told = (f"an update takes {seconds * 1e3:,.1f} ms; of that ranks wait {mean:.0%} on average, rank {most} the most, {shares[most]:.0%}, and rank {least} "
             f"on {place.hosts[least]} the least, {shares[least]:.0%}")
