@@ -112,14 +112,14 @@ def time_to_loss(folder, n):
     lines, _ = run(["train.py", *EXAMPLE, f"--out_dir={theirs}", f"--eval_interval={UPDATES}"], folder)
     last = f"iter {UPDATES - 1}:"  # its evaluation and checkpoint come after that line
     found = {"nanogpt": {"seconds": (when(lines, last) - when(lines, "iter 0:")) * UPDATES / (UPDATES - 1), "updates": UPDATES,
-                         "own_estimate": float(re.search(f"step {UPDATES}:.*val loss ([\\d.]+)", "".join(line for _, line in lines))[1])}}
+                         "own_estimate": float(re.search(rf"step {UPDATES}:.*val loss ([\d.]+)", "".join(line for _, line in lines))[1])}}
     lines, _ = run([os.path.join(ROOT, "train.py"), os.path.join(ROOT, "configs", "shakespeare_char_cpu.py"), f"--dataset={data}", f"--out_dir={ours}",
                     "--device=cpu", "--eval_interval=0", "--sample_tokens=0", "--log_interval=1"], folder)
     updates = int(re.search(r"^step 1/([\d,]+)", "".join(line for _, line in lines), re.M)[1].replace(",", ""))
     found["ours"] = {"seconds": (when(lines, f"step {updates:,}/") - when(lines, "step 1/")) * updates / (updates - 1), "updates": updates}
     for side, weights in {"nanogpt": os.path.join(theirs, "ckpt.pt"), "ours": ours}.items():
         evaluated, _ = run([os.path.join(ROOT, "train.py"), os.path.join(ROOT, "tests", "empty_config.py"), f"--init_from={weights}", f"--dataset={data}",
-                            "--eval_only", "--eval_tokens=1000000000", "--batch_size=64", "--gradient_accumulation_steps=1", "--device=cpu",
+                            "--init_optimizer=False", "--eval_only", "--eval_tokens=1000000000", "--batch_size=64", "--gradient_accumulation_steps=1", "--device=cpu",
                             f"--out_dir=evaluated-{side}-{n}"], folder)
         found[side]["loss"] = float(re.search(r"validation loss ([\d.]+)", "".join(line for _, line in evaluated))[1])
     return found
