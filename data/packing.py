@@ -15,7 +15,7 @@ from data.shards import BEGIN, LABEL, SCAN_STEP
 from engine.errors import UserError
 
 
-def best_fit(lengths, room):
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """The row of each record, an int64 array: the longest first, each into the fullest row that it fits in (best-fit decreasing).
 
     lengths: (n,) integers from 1 to room. Some 2 s for a million records.
@@ -82,7 +82,7 @@ class RecordReader(WindowReader):
             lengths.append(n)
         return np.concatenate(inputs), np.concatenate(targets), lengths
 
-    def question(self):
+    def question(self) -> tuple[list[int], int]:
         """(ids before the first answer of the first record that has one, the id that ends its last answer)."""
         row = next(row for i in range(self.n_windows) for row in self.which(i, 1) if self.row_labels[row])
         inputs, targets, lengths = self.row(row)

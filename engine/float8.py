@@ -21,7 +21,7 @@ def check_float8(config, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < NEEDS:
         here = f"a GPU of {'.'.join(map(str, capability))}" if capability else f"device {device.type}"
-        problems.append(f"float8 needs a CUDA GPU of compute capability {'.'.join(map(str, NEEDS))} or more (Ada, Hopper) and this is {here}: "
+        problems.append(f"float8 needs a CUDA GPU of compute capability {'.'.join(map(str, NEEDS))} or more (Ada, Hopper), this is {here}: "
                         "float8=False would work")
     elif importlib.util.find_spec("torchao") is None:
         problems.append(f"float8 needs torchao, which is not installed: {INSTALL}, or float8=False would work")
