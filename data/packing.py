@@ -63,13 +63,18 @@ class RecordReader(WindowReader):
         self.by_row, self.ends = used[order], np.cumsum(np.bincount(rows))
         self.row_labels = np.add.reduceat(labels[self.by_row], np.concatenate(([0], self.ends[:-1])))
         self.n_windows = self.epoch = len(self.ends)
-        self.order = None if seed is None else SampleOrder(self.n_windows, seed)
+        self.order, self.kept = None if seed is None else SampleOrder(self.n_windows, seed), (0, [])
         positions = int(self.lengths.sum())
         self.description = (f"{dataset.description}; {len(self.lengths):,} records in {self.n_windows:,} rows of {block_size} "
                             f"({positions / (self.n_windows * block_size):.0%} full), {labels.sum() / positions:.0%} of their tokens bear labels")
 
+    def which(self, start, count):
+        first, kept = self.kept
+        return kept[start - first:][:count] if first <= start and start + count <= first + len(kept) else super().which(start, count)
+
     def labels(self, start, count):
-        return int(self.row_labels[self.which(start, count)].sum())
+        self.kept = start, super().which(start, count)  # of an update, whose micro-batches come next
+        return int(self.row_labels[self.kept[1]].sum())
 
     def row(self, row):
         """(inputs, targets, [length of each record]) of a row, without its padding."""
