@@ -460,7 +460,7 @@ class KVCache:
     cuts the cache back. Rows of one length take any number of tokens at a time, rows of different lengths one.
     """
 
-    def __init__(self, model, batch_size, size, dtype, device):
+    def __init__(self, model: "GPT", batch_size: int, size: int, dtype: torch.dtype, device: torch.device | str):
         c = model.config
         shape = (c.n_layer, 2, batch_size, c.n_kv_head, size, c.head_dim)
         self.store = torch.zeros(shape, dtype=dtype, device=device)  # a masked value counts 0 times: it must not be NaN
@@ -468,24 +468,24 @@ class KVCache:
         self.length: Any = 0  # of all rows, or a list of each one's
         self.size = size
 
-    def row(self, i):
+    def row(self, i: int) -> "KVCache":
         """An empty cache over the memory of row i."""
         part = copy.copy(self)
         part.store, part.length = self.store[:, :, i:i + 1], 0
         return part
 
-    def move(self, i, j):
+    def move(self, i: int, j: int) -> None:
         """The last of the rows in use, i, becomes row j."""
         self.store[:, :, j], self.length[j] = self.store[:, :, i], self.length[i]
         self.length.pop()
 
-    def grow(self, size):
+    def grow(self, size: int) -> None:
         """Makes room for `size` tokens a row."""
         old, self.size = self.store, size
         self.store = old.new_zeros(*old.shape[:4], size, old.size(-1))
         self.store[..., :old.size(-2), :] = old
 
-    def begin(self, T):
+    def begin(self, T: int) -> slice | torch.Tensor:
         """Takes in that T tokens a row come next; returns their positions, as a slice, or (B, 1) where rows differ."""
         device = self.store.device
         if isinstance(self.length, int):
@@ -498,7 +498,7 @@ class KVCache:
         self.mask = (torch.arange(self.stop, device=device) <= self.at[:, None])[:, None, None]  # (B, 1, 1, S)
         return self.at[:, None]
 
-    def append(self, attention, k, v):
+    def append(self, attention: Attention, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keeps k, v (B, K, T, D); returns those of all tokens so far, (B, K, S, D), and the mask that attention needs, if any."""
         new = self.store[self.layer[attention]][:, :len(k)]  # rows of different lengths may be fewer than there is room for
         if isinstance(self.length, int):
@@ -508,12 +508,12 @@ class KVCache:
             new[0, row, :, self.at], new[1, row, :, self.at] = k[:, :, 0], v[:, :, 0]
         return new[0, :, :, :self.stop], new[1, :, :, :self.stop], self.mask
 
-    def end(self, T):
+    def end(self, T: int) -> None:
         """The T tokens are in."""
         self.length = self.stop if isinstance(self.length, int) else [n + T for n in self.length]
 
 
-def pick(logits, uniform, temperature=1.0, top_k=None, top_p=None):
+def pick(logits: torch.Tensor, uniform: torch.Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> torch.Tensor:
     """Next tokens (B,) from logits (B, V): greedy at temperature 0, else by inverting the distribution at `uniform` (B,).
 
     The distribution is laid out by token id: in the order of the probabilities two tokens that are nearly even change
@@ -551,8 +551,9 @@ def _generating(model):
 
 
 @torch.no_grad()  # not inference_mode: torchao's float8 layers do not run in it
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, use_cache=True,
-             vocab_size=None, cache=None, streams=None):
+def generate(model: GPT, tokens: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+             stop_token=None, seed: int = 0, use_cache: bool = True, vocab_size: int | None = None, cache: KVCache | None = None,
+             streams: list[torch.Generator] | None = None):
     """Yields the next token of each row, int64 (B,), up to max_new_tokens times; tokens (B, T >= 1) are the prompts.
 
     Rows that have met stop_token (an id, or several) go on yielding it; the generator ends once all have. The n-th token of
@@ -589,8 +590,8 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, top_p=N
 
 
 @torch.no_grad()
-def complete(model, prompts, max_new_tokens, batch_size=8, temperature=1.0, top_k=None, top_p=None, stop_token=None, seed=0, vocab_size=None,
-             samples=1):
+def complete(model: GPT, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 8, temperature: float = 1.0, top_k: int | None = None,
+             top_p: float | None = None, stop_token=None, seed: int = 0, vocab_size: int | None = None, samples: int = 1):
     """Yields (i, j, ids) as the j-th of `samples` texts that follow the i-th prompt ends: what generate() yields in its row j for
     that prompt alone, but for rounding.
 
@@ -650,7 +651,7 @@ def _stops(stop_token):
     return [] if stop_token is None else [stop_token] if isinstance(stop_token, int) else list(stop_token)
 
 
-def random_stream(seed, i):
+def random_stream(seed: int, i: int) -> torch.Generator:
     """The random numbers of the i-th text under a seed, whatever else is made beside it."""
     return torch.Generator().manual_seed(derive_seed("sample", seed, i))
 

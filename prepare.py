@@ -39,9 +39,10 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 BATCH = 1 << 19  # characters a worker takes at a time: enough that handing over costs nothing, little enough memory
 
 
-def prepare(source, name=None, tokenizer=None, val_fraction=None, workers=None, shard_tokens=100_000_000,
-            text_field="text", split="train", file=None, skip_bad=False, eot=None, out=None, overwrite=False,
-            quiet=False, task="pretrain", train_on="all", block_size=None, fields=None):
+def prepare(source: str, name: str | None = None, tokenizer=None, val_fraction: float | None = None, workers: int | None = None,
+            shard_tokens: int = 100_000_000, text_field: str = "text", split: str = "train", file: str | None = None, skip_bad: bool = False,
+            eot: str | None = None, out: str | None = None, overwrite: bool = False, quiet: bool = False, task: str = "pretrain",
+            train_on: str = "all", block_size: int | None = None, fields: str | None = None) -> str:
     """Prepares source (see data/sources.py; for task "sft" data/records.py) and returns the dataset's folder, data/<name> or
     out. A complete dataset made from the same source with the same arguments is left as it is. Raises UserError.
 

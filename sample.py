@@ -55,7 +55,7 @@ class Settings:
     seed: int = 1337
     tokenizer: str | None = None  # for weights that do not say which (byte, gpt2, ..., a tokenizer.json)
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: str = "auto"  # bfloat16: half of the bytes to read for each token, on a CPU too, where auto is float32
     compile: bool = False
     threads: int = 0
     backend: str = "auto"

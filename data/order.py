@@ -17,7 +17,7 @@ IGNORE = -1  # a target that carries no loss
 ROUNDS = 6  # four make a Feistel network look random (Luby and Rackoff, 1988); two more, since its halves are small here
 
 
-def derive_seed(*what):
+def derive_seed(*what) -> int:
     """A 63-bit integer that is a fixed function of what it is for, the same on every machine (hash() is salted)."""
     digest = hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -30,7 +30,7 @@ def _mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-def permute(positions, n, key):
+def permute(positions: np.ndarray, n: int, key: str) -> np.ndarray:
     """Where a keyed permutation of range(n) sends `positions` (any int array with values in [0, n)); int64 array."""
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
@@ -54,7 +54,7 @@ class SampleOrder:
     def __init__(self, n_windows, seed):
         self.n_windows, self.seed = n_windows, seed
 
-    def windows(self, start, count):
+    def windows(self, start: int, count: int) -> np.ndarray:
         """The windows of samples start ... start+count-1, an int64 array (count,). It may reach into the next epoch."""
         samples = np.arange(start, start + count)
         epochs, positions = samples // self.n_windows, samples % self.n_windows
@@ -65,7 +65,7 @@ class SampleOrder:
         return out
 
 
-def count_windows(n_tokens, block_size):
+def count_windows(n_tokens: int, block_size: int) -> int:
     """Consecutive windows of block_size inputs in n_tokens tokens; each also needs the token after it as its last target."""
     return max(0, (n_tokens - 1) // block_size)
 
@@ -84,15 +84,15 @@ class WindowReader:
         self.order = None if seed is None else SampleOrder(self.n_windows, seed)
         self.description = dataset.description
 
-    def which(self, start, count):
+    def which(self, start: int, count: int) -> list[int]:
         """The windows that are samples start ... start+count-1, integers."""
         return list(range(start, start + count)) if self.order is None else self.order.windows(start, count).tolist()
 
-    def labels(self, start, count):
+    def labels(self, start: int, count: int) -> int:
         """How many tokens of samples start ... start+count-1 bear a label. Every rank knows it of all, without a word to the others."""
         return count * self.block_size
 
-    def batch(self, start, count, rows=None):
+    def batch(self, start: int, count: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
         """Samples start ... start+count-1: inputs and targets, int64 tensors (count, block_size) each, and their Documents or None.
 
         With `rows`, filled up to so many rows that bear no labels.

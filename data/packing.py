@@ -15,7 +15,7 @@ from data.shards import BEGIN, LABEL, SCAN_STEP
 from engine.errors import UserError
 
 
-def best_fit(lengths, room):
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """The row of each record, an int64 array: the longest first, each into the fullest row that it fits in (best-fit decreasing).
 
     lengths: (n,) integers from 1 to room. Some 2 s for a million records.
@@ -63,13 +63,18 @@ class RecordReader(WindowReader):
         self.by_row, self.ends = used[order], np.cumsum(np.bincount(rows))
         self.row_labels = np.add.reduceat(labels[self.by_row], np.concatenate(([0], self.ends[:-1])))
         self.n_windows = self.epoch = len(self.ends)
-        self.order = None if seed is None else SampleOrder(self.n_windows, seed)
+        self.order, self.kept = None if seed is None else SampleOrder(self.n_windows, seed), (0, [])
         positions = int(self.lengths.sum())
         self.description = (f"{dataset.description}; {len(self.lengths):,} records in {self.n_windows:,} rows of {block_size} "
                             f"({positions / (self.n_windows * block_size):.0%} full), {labels.sum() / positions:.0%} of their tokens bear labels")
 
+    def which(self, start, count):
+        first, kept = self.kept
+        return kept[start - first:][:count] if first <= start and start + count <= first + len(kept) else super().which(start, count)
+
     def labels(self, start, count):
-        return int(self.row_labels[self.which(start, count)].sum())
+        self.kept = start, super().which(start, count)  # of an update, whose micro-batches come next
+        return int(self.row_labels[self.kept[1]].sum())
 
     def row(self, row):
         """(inputs, targets, [length of each record]) of a row, without its padding."""
@@ -82,7 +87,7 @@ class RecordReader(WindowReader):
             lengths.append(n)
         return np.concatenate(inputs), np.concatenate(targets), lengths
 
-    def question(self):
+    def question(self) -> tuple[list[int], int]:
         """(ids before the first answer of the first record that has one, the id that ends its last answer)."""
         row = next(row for i in range(self.n_windows) for row in self.which(i, 1) if self.row_labels[row])
         inputs, targets, lengths = self.row(row)

@@ -30,7 +30,7 @@ SCAN_TOKENS = 100_000_000  # up to so many, every id is looked at before step 0 
 SCAN_STEP = 1 << 22
 
 
-def token_dtype(vocab_size):
+def token_dtype(vocab_size: int) -> np.dtype:
     """The narrowest token type for ids below vocab_size."""
     return np.dtype("<u2") if vocab_size <= 65536 else np.dtype("<u4")
 
@@ -57,12 +57,12 @@ class ShardWriter:
 
     With `marked`, each shard has a file of marks beside it, <split>_000000.marks."""
 
-    def __init__(self, folder, split, vocab_size, shard_tokens=100_000_000, marked=False):
+    def __init__(self, folder: str, split: str, vocab_size: int, shard_tokens: int = 100_000_000, marked: bool = False):
         self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
         self.dtype, self.marked = token_dtype(vocab_size), marked
         self.shards, self.file, self.marks, self.tokens, self.max_id = [], None, None, 0, 0
 
-    def write(self, ids, marks=None):
+    def write(self, ids: np.ndarray, marks: np.ndarray | None = None) -> None:
         """Appends an integer array (n,) and, to a marked split, its marks (n,). An id outside the vocabulary is a UserError."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise UserError(f"ids from {ids.min()} to {ids.max()} do not fit a vocabulary of {self.vocab_size:,}")
@@ -121,7 +121,7 @@ def describe_shard(path, tokens, max_id):
     return {**described, "marks_sha256": sha256(marks_path(path))} if os.path.exists(marks_path(path)) else described
 
 
-def fingerprint(tokenizer_fingerprint, shards):
+def fingerprint(tokenizer_fingerprint: str, shards: list[dict]) -> str:
     """One hash for what the tokens are and what they mean; dates and names do not enter it."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     for shard in shards:
@@ -129,7 +129,7 @@ def fingerprint(tokenizer_fingerprint, shards):
     return digest.hexdigest()
 
 
-def open_shard(path):
+def open_shard(path: str) -> np.ndarray:
     """The tokens of an llm.c shard, memory-mapped; a UserError where it is not a whole one."""
     size = os.path.getsize(path)
     header = np.fromfile(path, "<i4", 256)
@@ -154,7 +154,7 @@ def open_shard(path):
     return map_tokens(path, dtype, HEADER_BYTES, tokens)
 
 
-def open_marks(path, tokens):
+def open_marks(path: str, tokens: int) -> np.ndarray:
     """The marks of a shard's tokens, memory-mapped; a UserError where there are not as many."""
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     if size != tokens:
@@ -193,7 +193,7 @@ class TokenDataset:
     UserError where a file is not whole.
     """
 
-    def __init__(self, path, split):
+    def __init__(self, path: str, split: str):
         if not os.path.isdir(path):
             raise UserError(f"no data folder {path}: expected a folder of token shards; make one with prepare.py")
         self.path, self.split = path, split
@@ -270,11 +270,11 @@ class TokenDataset:
                 digest.update(file.read())
         self.fingerprint = digest.hexdigest()
 
-    def read(self, start, count):
+    def read(self, start: int, count: int) -> np.ndarray:
         """int64 array (count,) of the tokens from start on; shards follow each other without a seam."""
         return self.gather(self.shards, np.int64, start, count)
 
-    def read_marks(self, start, count):
+    def read_marks(self, start: int, count: int) -> np.ndarray:
         """uint8 array (count,) of the marks of the tokens from start on."""
         return self.gather(self.marks, np.uint8, start, count)
 
@@ -290,7 +290,7 @@ class TokenDataset:
             filled, shard = filled + len(part), shard + 1
         return out
 
-    def check_ids(self, vocab_size):
+    def check_ids(self, vocab_size: int) -> None:
         """Raises a UserError where a token's id is at or above vocab_size. Looks at every token, some megabytes at a
         time, unless there are more than SCAN_TOKENS and a meta.json that says what their highest id is."""
         if self.meta is not None and self.n_tokens > SCAN_TOKENS:
@@ -316,7 +316,7 @@ def beyond(vocab_size, i):
             "data with the model's tokenizer")
 
 
-def read_meta(folder):
+def read_meta(folder: str) -> dict:
     """meta.json of a prepared folder, a dict; a UserError where it is not one."""
     path = os.path.join(folder, "meta.json")
     try:
@@ -339,7 +339,7 @@ def read_meta(folder):
     return meta
 
 
-def write_meta(folder, tokenizer, meta):
+def write_meta(folder: str, tokenizer, meta: dict) -> None:
     """Writes the tokenizer's files and meta.json, with the date, which completes a dataset."""
     tokenizer.save(folder)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -349,7 +349,7 @@ def write_meta(folder, tokenizer, meta):
         os.fsync(file.fileno())
 
 
-def find_dataset(name, root):
+def find_dataset(name: str, root: str) -> str:
     """The folder of a dataset: name as a path, else data/<name> here (a nanoGPT checkout, say) or under root; one that holds
     tokens first. Raises UserError."""
     folder = os.path.join(root, "data", name)

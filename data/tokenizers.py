@@ -58,11 +58,11 @@ class Tokenizer:
                 digest.update(b"%d %d " % (i, len(data)) + data)
         return digest.hexdigest()
 
-    def extends(self, other):
+    def extends(self, other: "Tokenizer") -> bool:
         """Whether every id of another tokenizer stands for the same bytes here."""
         return self.token_bytes[:other.vocab_size] == other.token_bytes
 
-    def with_controls(self, tokens):
+    def with_controls(self, tokens) -> "Tokenizer":
         """This tokenizer with those of the control tokens that it lacks added behind its ids; itself where it lacks none."""
         new = [token for token in tokens if token not in self.controls]
         if not new:
@@ -88,7 +88,7 @@ class Tokenizer:
         end = np.array([self.eot_id], np.uint32)
         return np.concatenate([part for text in texts for part in (self.encode_numpy(text), end)])
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         """str -> list of ids. Always ordinary text: `<|endoftext|>` typed by a person is not the control token."""
         return self.encode_numpy(text).tolist()
 
@@ -111,7 +111,7 @@ class Tokenizer:
             at = stop
         return ids + self.encode(text[at:])
 
-    def decode_bytes(self, ids):
+    def decode_bytes(self, ids) -> bytes:
         """ids -> the bytes they stand for, control tokens spelled out. Bytes of parts, joined, are those of the whole,
         so a stream can be decoded as it comes. An id beyond the vocabulary is a UserError; one that the vocabulary leaves
         unused (o200k_base has some, and a model may pick one) stands for nothing."""
@@ -123,18 +123,18 @@ class Tokenizer:
             parts.append(self.token_bytes[i] or b"")
         return b"".join(parts)
 
-    def decode(self, ids):
+    def decode(self, ids) -> str:
         """ids -> str; bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def identity(self):
+    def identity(self) -> dict:
         """What meta.json and a checkpoint remember; tokenizer_from_identity makes the tokenizer from it again."""
         identity = {"kind": self.kind, "name": self.name, "vocab_size": self.vocab_size, "eot_id": self.eot_id,
                     "fingerprint": self.fingerprint}
         more = {"chars": self.chars, "added": self.added, "without_thinking": self.without_thinking}
         return identity | {key: value for key, value in more.items() if value}
 
-    def save(self, folder):
+    def save(self, folder: str) -> None:
         """Writes the files into folder that the identity alone would not do for (kind "json"): tokenizer.json, and the
         configuration that came with it."""
         for name, text in self.files.items():
@@ -144,7 +144,7 @@ class Tokenizer:
                 os.fsync(file.fileno())
 
 
-def load_tokenizer(spec, eot=None):
+def load_tokenizer(spec: str, eot: str | None = None) -> Tokenizer:
     """The tokenizer named by spec: "byte", a name of tiktoken's, or a path to a tokenizer.json or its folder.
 
     eot names the token that ends a document where the usual one will not do. Raises UserError.
@@ -170,7 +170,7 @@ def load_tokenizer(spec, eot=None):
                     "work")
 
 
-def tokenizer_from_identity(identity, folder):
+def tokenizer_from_identity(identity: dict, folder: str) -> Tokenizer:
     """The tokenizer that gave this identity(); folder holds its tokenizer.json where it saved one. Raises UserError
     where what is found now is not the same tokenizer."""
     check_identity(identity, folder)
@@ -194,7 +194,7 @@ def tokenizer_from_identity(identity, folder):
     return tokenizer
 
 
-def check_identity(identity, where):
+def check_identity(identity: dict, where: str) -> None:
     """UserError where what meta.json or a checkpoint says of its tokenizer is not what Tokenizer.identity() gives."""
     kinds: dict[str, Any] = {"kind": str, "name": str, "fingerprint": str, "vocab_size": int, "eot_id": (int, type(None)), "chars": (str, type(None))}
     if not isinstance(identity, dict):

@@ -21,11 +21,11 @@ def check_float8(config, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if capability is None or capability < NEEDS:
         here = f"a GPU of {'.'.join(map(str, capability))}" if capability else f"device {device.type}"
-        problems.append(f"float8 needs a CUDA GPU of compute capability {'.'.join(map(str, NEEDS))} or more (Ada, Hopper) and this is {here}: "
+        problems.append(f"float8 needs a CUDA GPU of compute capability {'.'.join(map(str, NEEDS))} or more (Ada, Hopper), this is {here}: "
                         "float8=False would work")
     elif importlib.util.find_spec("torchao") is None:
         problems.append(f"float8 needs torchao, which is not installed: {INSTALL}, or float8=False would work")
-    if c.dtype != "bfloat16":
+    elif c.dtype != "bfloat16":
         problems.append(f"float8 with dtype={c.dtype}: what is not in float8 is in bfloat16; dtype=bfloat16 would work")
     for key, why, works in (("lora_rank", "the adapted matrices are frozen and their adapters small", 0), ("tp", "a rank's part of a layer is not converted", 1),
                             ("deterministic", "its rounding follows whether a layout casts weights before", False)):

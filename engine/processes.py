@@ -201,7 +201,7 @@ class Place:
         return found
 
 
-def join():
+def join() -> Place:
     """This process's Place: alone, or one of torchrun's, connected to its store."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(os.environ):
         return Place()
@@ -251,7 +251,7 @@ def wrong_mesh(ranks, config):
     return f"{' * '.join(f'{k}={v}' for k, v in asked.items())} does not divide {ranks} processes: {', or '.join(works)} would work"
 
 
-def choose_device(requested):
+def choose_device(requested: str) -> torch.device:
     """The torch.device for `requested` (auto | cpu | cuda | cuda:N | mps); auto takes the fastest there is."""
     if requested == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -286,7 +286,7 @@ class Precision:
         return torch.autocast(device_type, self.autocast) if self.autocast else contextlib.nullcontext()
 
 
-def choose_precision(device_type, requested, bf16_supported):
+def choose_precision(device_type: str, requested: str, bf16_supported: bool) -> Precision:
     """The Precision for a device type (cpu, cuda, mps) and a dtype setting; a pure function, so that it has a table test.
 
     auto: bfloat16 on a CUDA device that has it, else float16 there; float32 on mps and cpu (bfloat16 is slower on a CPU
@@ -301,7 +301,7 @@ def choose_precision(device_type, requested, bf16_supported):
     return Precision(requested, getattr(torch, requested), requested == "float16")
 
 
-def use_device(config):
+def use_device(config) -> tuple[torch.device, Precision]:
     """Takes the device and the numbers that a config asks for; returns (device, Precision) and writes them into the config."""
     device = choose_device(config.device)
     if config.threads:
@@ -326,7 +326,7 @@ def use_attention(kind: str) -> None:
         switch(kind != "plain")
 
 
-def start(place, config):
+def start(place: Place, config) -> tuple[Precision, str]:
     """Sets this process up as the config says, alone or among others; returns (Precision, backend) and fills in the Place."""
     choose_layout(place, config)
     if config.deterministic:
@@ -350,7 +350,7 @@ def start(place, config):
     return precision, backend
 
 
-def check_batch(place, config):
+def check_batch(place: Place, config) -> None:
     """UserError unless the update's micro-batches can be shared out evenly, and each sequence and layer."""
     if config.float8:
         check_tokens(config)
@@ -396,7 +396,7 @@ def compare_ranks(place, config, data_fingerprint):
         raise UserError(*problems)
 
 
-def check_shared_folder(place, run):
+def check_shared_folder(place: Place, run: str) -> None:
     """UserError where FSDP's ranks do not all see the run's folder, into which each writes its shards."""
     if place.layout != "fsdp" or place.ranks == 1:
         return
@@ -415,7 +415,7 @@ def check_shared_folder(place, run):
                         "there, so a disk that all machines share would work, or parallel=ddp, which needs none")
 
 
-def connect(place, backend):
+def connect(place: Place, backend: str) -> None:
     """Makes the process group and the device mesh, and lets a first all-reduce pass: after this, collectives work."""
     if place.store is None:
         return
@@ -456,7 +456,7 @@ def names_the_missing(place):
     timer.cancel()
 
 
-def set_timeout(place, seconds):
+def set_timeout(place: Place, seconds: float) -> None:
     """How long a collective may take from here on: short in the loop's steps, where a rank that is late is a rank that is lost."""
     if place.store is None:
         return

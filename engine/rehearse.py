@@ -129,8 +129,8 @@ def toy_settings(config: Config, mesh: dict[str, int], micro_batches: int) -> di
         "sample_tokens": 0, "log_interval": 10, "check_replicas_interval": 10 if config.check_replicas_interval else 0,
         "device": "cpu", "backend": "auto", "compile": False, "cpu_offload": False, "threads": 1, "collective_seconds": 60,
         "dtype": "float32" if config.dtype == "float32" else "bfloat16",  # what the rung computes in on a GPU
-        "init_from": "scratch", "resize_vocab": False, "lora_rank": min(config.lora_rank, 4), "float8": False, "resume": "auto", "resume_step": None, "eval_only": False,
-        "hellaswag": None, "wandb_log": False, "tensorboard_log": False, "profile": 0,
+        "init_from": "scratch", "resize_vocab": False, "lora_rank": min(config.lora_rank, 4), "float8": False,
+        "resume": "auto", "resume_step": None, "eval_only": False, "hellaswag": None, "wandb_log": False, "tensorboard_log": False, "profile": 0,
     }
 
 

@@ -35,7 +35,8 @@ NOT_RUN = {
     "sbatch configs/launch/slurm.sbatch": "needs Slurm",
     "wandb login": "needs an account", "wandb sync": "needs an account",
     "python -m tests.bench --peer PATH_TO_NANOGPT": MEASURES, "python -m tests.bench.scaling": MEASURES, "python -m tests.bench.saving": MEASURES,
-    "python -m tests.bench.generate --peer=PATH_TO_NANOGPT --repeats=1": MEASURES,
+    "python -m tests.bench.generate --peer=PATH_TO_NANOGPT --repeats=1": MEASURES, "python -m tests.bench.generate": MEASURES,
+    "python -m tests.bench.prepare": MEASURES, "pip install torchao==0.18.0": "installs; float8 needs a GPU",
 }
 
 # Exit codes that are not 0, and words that have to be in what is printed

@@ -368,6 +368,19 @@ def test_packed_weights_give_the_same_logits_and_never_reach_a_gradient():
         assert model.blocks[0].mlp.up.weight.grad.any() and model.packed_head is None and model.blocks[0].attn.q.packed is None
 
 
+def test_greedy_text_in_bfloat16_is_that_of_float32_nearly_always():
+    for shape in SHAPES.values():
+        model, x = noisy(build(**shape)), tokens(4, 12)
+        with torch.no_grad(), packed_weights(model):
+            expected = model(x)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), packed_weights(model):
+            found = model(x)
+        top = expected.topk(2).values  # where two tokens are nearly even, either is right
+        clear = top[..., 0] - top[..., 1] > 0.02 * expected.std()
+        assert found.dtype == torch.float32 and (found.argmax(-1) == expected.argmax(-1))[clear].float().mean() > 0.95 and clear.float().mean() > 0.8
+        assert (found - expected).abs().max() < 0.1 * expected.std()
+
+
 def test_weights_that_are_not_finite_stop_a_sample():
     model = build()
     with torch.no_grad():
