@@ -79,6 +79,7 @@ def dense_mask(ids):
 
 @functools.cache
 def flex_attention():
+    """FlexAttention, compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)  # not compiled, it would write the scores out
@@ -103,6 +104,7 @@ def attend(q, k, v, mask=None, dropout=0.0, documents=None):
 
 
 def attend_in_pieces(q, k, v, documents, options):
+    """attend() of documents, those of one length together: nothing is computed that is masked."""
     B, H, T, D = q.shape
     runs = documents.runs
     sizes = [count * length for count, length, _ in runs]

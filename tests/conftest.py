@@ -47,6 +47,8 @@ def run_script(name, *args, cwd=ROOT, env=None, timeout=300, **options):
 
 def forked(n, *words, timeout=600):
     """Runs a script of the project in n processes that tests/forks.py starts in no time, as `python` or torchrun (n > 1) would."""
+    if sys.platform != "linux":  # elsewhere a fork may not use what its parent has loaded
+        return run_script(*words, timeout=timeout) if n == 1 else torchrun(n, *words, timeout=timeout)
     if not FORKS or FORKS[0].poll() is not None:
         FORKS[:] = [subprocess.Popen([sys.executable, os.path.join(ROOT, "tests", "forks.py")], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                      start_new_session=True)]

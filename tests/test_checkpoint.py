@@ -124,7 +124,7 @@ def test_killed_inside_a_save_the_next_start_finds_a_complete_step(data, tmp_pat
     assert not [n for n in os.listdir(run / "checkpoints") if n.startswith(".")]
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.full)])  # test_recovery.py sends SIGTERM
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_saves_the_last_finished_update_and_leaves_with_143(name, data, tmp_path):
     run = tmp_path / "run"
     job = Job(1, run, data, max_iters=100_000)
@@ -154,7 +154,7 @@ def limited(bytes_at_most):
     return limit
 
 
-@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.full)])  # test_disk.py has it by default
+@pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_in_a_save_leaves_the_checkpoint_before_it(async_save, run, data):
     size = os.path.getsize(run / "checkpoints" / "step_00000006" / "optimizer.safetensors")
     settings = dict(max_iters=2000, lr_decay_iters=6, save_interval=8, log_interval=50, async_save=True) if async_save else dict(max_iters=8)

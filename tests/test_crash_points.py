@@ -40,7 +40,7 @@ def check(killed, whole):
         assert left(told["run"]) == end, where
 
 
-@pytest.fixture(scope="module", params=[{}, pytest.param({"async_save": True}, marks=pytest.mark.full)], ids=lambda more: " ".join(map(str, more)) or "plain")
+@pytest.fixture(scope="module", params=[{}, {"async_save": True}], ids=lambda more: " ".join(map(str, more)) or "plain")
 def second_save(request, data, tmp_path_factory):
     """A run's second save, with the first one's deletion and the marking of the best, killed before each of its operations."""
     home = tmp_path_factory.mktemp("crash")

@@ -135,7 +135,7 @@ def test_the_time_limit_saves_and_leaves_for_good(n, seconds, data, tmp_path):
     assert len(steps(run)) == 1 and max(curve(run)) == steps(run)[0] > 0
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("n", [1, 2])
 def test_the_save_of_a_stop_waits_for_the_one_in_the_background(n, data, tmp_path):
     run = tmp_path / "run"
     job = Job(n, run, data, async_save=True, save_interval=3, keep_last=-1, max_iters=100_000, log_interval=3)
@@ -280,7 +280,7 @@ def test_a_state_that_broke_before_the_first_checkpoint_starts_again_from_the_fi
 
 
 @pytest.mark.parametrize("fault, layout, named", [
-    pytest.param(READS_SLOWLY, dict(parallel="ddp"), True, marks=pytest.mark.full), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
+    (READS_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="ddp"), True), (COMPUTES_SLOWLY, dict(parallel="fsdp"), True),
     (READS_SLOWLY, dict(cp=2), True), (COMPUTES_SLOWLY.replace("0.02", "0.05"), dict(n=2, tp=2, n_head=4, total_batch_size=32), True), ("", dict(parallel="ddp"), False)])
 def test_a_slow_rank_is_named(fault, layout, named, data, tmp_path):
     (tmp_path / "slow.py").write_text(fault)
