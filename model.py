@@ -599,7 +599,7 @@ def complete(model: GPT, prompts: list[list[int]], max_new_tokens: int, batch_si
     so nothing is padded; where one ends, the next one starts.
     """
     size, device = model.config.block_size, model.wte.weight.device
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, vocab_size=vocab_size)
+    options: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, vocab_size=vocab_size)
     stops = _stops(stop_token)
     waiting, rows = deque((i, j) for i in range(len(prompts)) for j in range(samples)), []
     B, longest = min(batch_size, len(waiting)), max(map(len, prompts), default=0)

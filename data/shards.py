@@ -13,6 +13,7 @@ import glob
 import hashlib
 import json
 import os
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -60,7 +61,9 @@ class ShardWriter:
     def __init__(self, folder: str, split: str, vocab_size: int, shard_tokens: int = 100_000_000, marked: bool = False):
         self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
         self.dtype, self.marked = token_dtype(vocab_size), marked
-        self.shards, self.file, self.marks, self.tokens, self.max_id = [], None, None, 0, 0
+        self.file: BinaryIO | None = None
+        self.marks: BinaryIO | None = None
+        self.shards, self.tokens, self.max_id = [], 0, 0
 
     def write(self, ids: np.ndarray, marks: np.ndarray | None = None) -> None:
         """Appends an integer array (n,) and, to a marked split, its marks (n,). An id outside the vocabulary is a UserError."""
@@ -197,7 +200,8 @@ class TokenDataset:
         if not os.path.isdir(path):
             raise UserError(f"no data folder {path}: expected a folder of token shards; make one with prepare.py")
         self.path, self.split = path, split
-        self.vocab_size = self.tokenizer_identity = self.meta = None
+        self.meta: dict[str, Any] | None = None
+        self.vocab_size = self.tokenizer_identity = None
         self.marks = []
         if os.path.exists(os.path.join(path, "meta.json")):
             self.open_prepared()
