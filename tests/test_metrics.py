@@ -139,7 +139,7 @@ def test_the_picture_of_a_run_marks_each_restart(data, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- the console
 
 LINE = re.compile(r"step \d+/\d+ *\| loss \d\.\d{4}, smoothed \d\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d+\.\d\d \| [\d,.]+ ms \| [\d.]+k? tokens/s"
-                  r"( \([\d.]+k? a device\))?( \| mfu \d+%)? \| \d\.\d\d GB \| \d+s left")
+                  r"( \([\d.]+k? a device\))?( \| mfu \d+%)? \| \d\.\d\d GB \| (?:\d+h)?(?:\d+m)?\d*s? ?left")
 
 
 def on_a_terminal(command, columns, env):
@@ -178,7 +178,7 @@ def test_a_terminal_shows_the_lines_of_a_file_and_a_bar_that_leaves_nothing(data
                              stderr=subprocess.STDOUT, text=True).stdout.splitlines()
 
     def masked(lines):
-        return [re.sub(r"norm [\d.]+|[\d.,]+ ms|[\d.]+k? tokens/s|mfu \d+%|\d+s\b|[\d.]+ GB|/[ab]\b", "*", line).rstrip() for line in lines if line]
+        return [re.sub(r"norm [\d.]+|[\d.,]+ ms|[\d.]+k? tokens/s|mfu \d+%|(?:\d+m)?\d+s\b|[\d.]+ GB|/[ab]\b", "*", line).rstrip() for line in lines if line]
 
     assert sum("wandb did not start" in line and "log in" in line for line in written) == 1
     assert "\r" not in "".join(written) and "\x1b" not in "".join(written), "in a file plain lines"
