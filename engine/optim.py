@@ -36,7 +36,7 @@ class AdamW:
                 self.moments[name] = (torch.zeros_like(local(p)), torch.zeros_like(local(p)))
 
     @torch.no_grad()
-    def step(self, lr, grad_scale=None):
+    def step(self, lr: float, grad_scale: torch.Tensor | None = None) -> None:
         """One update from the gradients over grad_scale (a 0-dim tensor, None: 1)."""
         self.make_state()
         if grad_scale is not None and self.parameters:  # beside Muon's adapters there are none
@@ -55,15 +55,15 @@ class AdamW:
                   beta2=self.betas[1], weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False)
         self.updates += 1
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         for p in self.parameters.values():
             p.grad = None
 
-    def reset(self):
+    def reset(self) -> None:
         """As before the first update."""
         self.moments, self.updates = {}, 0
 
-    def state(self):
+    def state(self) -> dict[str, torch.Tensor]:
         """Name -> this rank's tensor of everything but the number of updates, for checkpoints: <parameter>.exp_avg and .exp_avg_sq."""
         self.make_state()
         return {f"{n}.{kind}": t for n, pair in self.moments.items() for kind, t in zip(self.STATE, pair)}
@@ -119,12 +119,12 @@ class Muon:
         for whole, p, update in zip(self.matrices.values(), parameters, updates):
             p.add_(update, alpha=-lr * max(1.0, whole.size(0) / whole.size(1)) ** 0.5)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         self.adamw.zero_grad()
         for p in self.matrices.values():
             p.grad = None
 
-    def reset(self):
+    def reset(self) -> None:
         """As before the first update."""
         self.adamw.reset()
         self.momentum = {}
@@ -171,7 +171,7 @@ def _polynomial(a):
     return b
 
 
-def make_optimizer(named_parameters, config):
+def make_optimizer(named_parameters, config) -> AdamW | Muon:
     """AdamW or Muon over the model's parameters that are trained, as the config says."""
     trained = [(n, p) for n, p in named_parameters if p.requires_grad]
     return {"adamw": AdamW, "muon": Muon}[config.optimizer](trained, config)
@@ -183,14 +183,14 @@ class LossScale:
 
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, enabled):
+    def __init__(self, enabled: bool):
         self.enabled = enabled
         self.reset()
 
     def reset(self):
         self.value, self.good_steps = 2.0**16 if self.enabled else 1.0, 0
 
-    def update(self, finite):
+    def update(self, finite: bool) -> None:
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -207,7 +207,7 @@ class LossScale:
             self.value, self.good_steps = state["value"], state["good_steps"]
 
 
-def learning_rate(config, step):
+def learning_rate(config, step: int) -> float:
     """The rate of update `step` (from 1): a function of the step and the settings alone."""
     c, done = config, step - 1
     if done < c.warmup_iters:
