@@ -8,6 +8,7 @@ Shapes in comments: B batch, T time, C channels (n_embd), H query heads, K key/v
 
 import contextlib
 import copy
+import functools
 import math
 from collections import deque
 from dataclasses import dataclass, field, fields
@@ -277,6 +278,7 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
+        self.float8 = False  # its blocks compute in it: engine/float8.py
 
     def first_value(self, name: str, shape: tuple, seed: int) -> torch.Tensor:
         """A parameter's first value as in the GPT-2 paper, a function of (seed, its name) alone; on the CPU, the same bits for
@@ -550,7 +552,17 @@ def _generating(model):
         model.train(was_training)
 
 
-@torch.no_grad()  # not inference_mode: torchao's float8 layers do not run in it
+def _without_gradients(f):
+    """inference_mode for a function of a model: it saves a CPU 0.25 ms a token in 12 layers over no_grad, and torchao's float8 layers do not run in it."""
+    inference, no_grad = torch.inference_mode()(f), torch.no_grad()(f)
+
+    @functools.wraps(f)
+    def run(model, *args, **options):
+        return (no_grad if model.float8 else inference)(model, *args, **options)
+    return run
+
+
+@_without_gradients
 def generate(model: GPT, tokens: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
              stop_token=None, seed: int = 0, use_cache: bool = True, vocab_size: int | None = None, cache: KVCache | None = None,
              streams: list[torch.Generator] | None = None):
@@ -589,7 +601,7 @@ def generate(model: GPT, tokens: torch.Tensor, max_new_tokens: int, temperature:
             tokens = torch.cat((tokens, new), dim=1)[:, -size:]
 
 
-@torch.no_grad()
+@_without_gradients
 def complete(model: GPT, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 8, temperature: float = 1.0, top_k: int | None = None,
              top_p: float | None = None, stop_token=None, seed: int = 0, vocab_size: int | None = None, samples: int = 1):
     """Yields (i, j, ids) as the j-th of `samples` texts that follow the i-th prompt ends: what generate() yields in its row j for

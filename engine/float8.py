@@ -46,4 +46,5 @@ def use_float8(model, config) -> None:
     """Swaps the blocks' matrices, those whose sides are multiples of MULTIPLE, for torchao's, which keep their parameters and names."""
     if config.float8:
         from torchao.float8 import convert_to_float8_training
+        model.float8 = True
         convert_to_float8_training(model.blocks, module_filter_fn=lambda linear, name: linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0)
