@@ -174,7 +174,7 @@ def _polynomial(a):
 def make_optimizer(named_parameters, config) -> AdamW | Muon:
     """AdamW or Muon over the model's parameters that are trained, as the config says."""
     trained = [(n, p) for n, p in named_parameters if p.requires_grad]
-    return {"adamw": AdamW, "muon": Muon}[config.optimizer](trained, config)
+    return (Muon if config.optimizer == "muon" else AdamW)(trained, config)
 
 
 class LossScale:
