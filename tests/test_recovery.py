@@ -38,7 +38,7 @@ import os, time
 from data.order import WindowReader
 _batch = WindowReader.batch
 def _slow(reader, start, count):
-    time.sleep(0.03 if os.environ["RANK"] == "1" else 0)
+    time.sleep(0.06 if os.environ["RANK"] == "1" else 0)
     return _batch(reader, start, count)
 WindowReader.batch = _slow
 """
