@@ -121,6 +121,8 @@ def _listed(values):
 
 
 class Linear(nn.Linear):
+    """(..., in) -> (..., out), by the fastest product there is for it (engine/matmul.py)."""
+
     packed = None  # another form of the same matrix, while text is generated: see engine/packed.py
     value = True  # False: what comes out is looked at by nobody, see engine.recompute
 
@@ -134,11 +136,15 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
+    """(...) int64 -> (..., C)."""
+
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""
 
 
 class RMSNorm(nn.Module):
+    """(..., size) over the root of its mean square, times a weight (Zhang and Sennrich, arXiv 1910.07467)."""
+
     def __init__(self, size, eps):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
@@ -148,11 +154,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
+    """torch.nn.LayerNorm, of which a product that reads it need not keep the output (engine/matmul.py)."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return matmul.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def make_norm(c: ModelConfig) -> nn.Module:
+    """The norm of a ModelConfig over C channels."""
     return RMSNorm(c.n_embd, c.norm_eps) if c.norm == "rmsnorm" else LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
 
 
@@ -202,6 +211,8 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
+    """Causal self-attention, with grouped queries where n_kv_head < n_head (arXiv 2305.13245): (B, T, C) -> (B, T, C)."""
+
     def __init__(self, c):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim, self.dropout = c.n_head, c.n_kv_head, c.head_dim, c.dropout
@@ -230,6 +241,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The feed-forward part of a block, gated where it is swiglu (arXiv 2002.05202): (B, T, C) -> (B, T, C)."""
+
     def __init__(self, c):
         super().__init__()
         self.kind = c.mlp
@@ -246,6 +259,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream: (B, T, C) -> (B, T, C). Every family has this one block."""
+
     def __init__(self, c):
         super().__init__()
         self.norm1, self.attn = make_norm(c), Attention(c)
@@ -264,6 +279,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer of a ModelConfig. Built without first values: init_weights or a checkpoint gives them."""
+
     def __init__(self, c):
         super().__init__()
         self.config = c

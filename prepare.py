@@ -137,6 +137,7 @@ def make_dataset(folder, corpus, arguments, write, overwrite, quiet):
 
 
 def cores():
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -153,6 +154,7 @@ def file_hash(tokenizer):
 
 
 def beside(folder, role):
+    """The hidden folder next to a data set's that is used for `role`."""
     return os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.{role}")
 
 
@@ -289,6 +291,7 @@ def write_dataset(folder, corpus, arguments, workers, quiet):
 
 
 def make_tokenizer(corpus, spec, eot):
+    """The Tokenizer that --tokenizer asks for; UserError where it has no end-of-text token and texts are to be parted."""
     if spec == "char":
         if eot is not None:
             raise UserError(f"--eot {eot}: the char tokenizer has one end-of-text token of its own; leave --eot out")
@@ -459,6 +462,7 @@ def adopt_shards(files, split):
 
 
 def summary(splits, counts, seconds):
+    """What was prepared and how fast, in a sentence."""
     documents, tokens, text_bytes = (sum(split[what] for split in splits.values())
                                      for what in ("documents", "tokens", "text_bytes"))
     told = [f"{documents:,} documents"]
@@ -473,6 +477,8 @@ def summary(splits, counts, seconds):
 
 
 class Parser(argparse.ArgumentParser):
+    """Whose complaints are sentences of ours."""
+
     def error(self, message):
         raise UserError(message)
 
@@ -512,6 +518,7 @@ def parse(argv):
 
 
 def main():
+    """The command line; returns an exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare(**parse(sys.argv[1:]))

@@ -36,6 +36,8 @@ from model import GPT, KVCache, complete, generate, random_stream
 
 @dataclass
 class Settings:
+    """Every setting of sample.py."""
+
     out_dir: str = "out/quickstart"  # a run's folder; its newest checkpoint is taken
     init_from: str | None = None  # other weights in place of out_dir
     start: str = ""  # the prompt, FILE:path for a file's text in UTF-8; empty: from end-of-text
@@ -62,6 +64,7 @@ class Settings:
 
 
 def check(s):
+    """UserError with a sentence for each setting that nothing can be made with."""
     problems = []
     for key, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("threads", 0), ("seed", 0), ("batch_size", 1)):
         if getattr(s, key) < least:
@@ -157,6 +160,7 @@ def read_prompts(path):
 
 
 def json_record(line, where):
+    """A line of a file of prompts: an object with prompt or messages; UserError where it is another."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -365,8 +369,9 @@ def load_model(weights, device):
 
 
 def main(argv):
+    """The command line; returns an exit code."""
     s = Settings()
-    if "--help" in argv:
+    if {"--help", "-h"} & set(argv):
         import inspect
         print(__doc__, inspect.getsource(Settings), sep="\n")
         return 0

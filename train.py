@@ -45,6 +45,7 @@ from model import GPT, rope_table
 
 
 def main(argv):
+    """One process of a run from its command line; returns an exit code."""
     if {"--help", "-h"} & set(argv):
         print(__doc__, settings.reference(), sep="\n")
         return 0
@@ -55,6 +56,7 @@ def main(argv):
 
 
 def run_rank(argv, place, watch):
+    """The run, as rank `place` of it sees it; returns an exit code."""
     say = place.say
     with place.agreement():  # what one rank finds wrong ends all, and is said once
         config = settings.load_config(argv, default_file="configs/quickstart.py")

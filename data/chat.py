@@ -79,6 +79,7 @@ class Marked(str):
 
 
 def written(text):
+    """Marked text all of which the model wrote."""
     return Marked(text, b"\1" * len(text))
 
 
@@ -121,11 +122,13 @@ class MarkingCode(CodeGenerator):
 
 
 def within(size):
+    """SecurityError where a text or list would be longer than MAX_LENGTH."""
     if size > MAX_LENGTH:
         raise SecurityError(f"it builds a text or list of {size:,} items; {MAX_LENGTH:,} are allowed")
 
 
 def narrow(values):
+    """SecurityError where a number among values would pad a text beyond MAX_WIDTH."""
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_WIDTH:
             raise SecurityError(f"it asks for a text {value:,} wide; {MAX_WIDTH:,} is allowed")
@@ -248,6 +251,7 @@ class Refused(Exception):
 
 
 def refuse(message):
+    """raise_exception of a chat template: Refused, with the template's own words."""
     raise Refused(message)
 
 

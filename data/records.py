@@ -70,6 +70,7 @@ def open_records(source, split="train"):
 
 
 def local_records(path):
+    """The Source of records of a local file or of all such files in a folder; UserError where there are none."""
     single = os.path.isfile(path)
     name = os.path.splitext(os.path.basename(path))[0] if single else os.path.basename(os.path.abspath(path))
     files = [("", path)] if single else [pair for pair in list_files(path) if extension(pair[1]) in READERS]

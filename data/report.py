@@ -165,10 +165,12 @@ def read_report(folder):
 
 
 def copy_report(folder, out_dir):
+    """Puts a data set's report into a run's folder."""
     shutil.copyfile(os.path.join(folder, FILE), os.path.join(out_dir, FILE))
 
 
 def write_report(folder, report):
+    """Writes a report, a dict, beside the data set it is about, synced."""
     with open(os.path.join(folder, FILE), "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
         file.flush()

@@ -166,10 +166,12 @@ def open_marks(path: str, tokens: int) -> np.ndarray:
 
 
 def known_magics():
+    """The magic numbers of shards and what they stand for, for a message."""
     return ", ".join(f"{magic} for {dtype.itemsize * 8}-bit tokens" for magic, (_, dtype) in FORMATS.items())
 
 
 def map_tokens(path, dtype, offset, tokens):
+    """(tokens,) of a file from a byte offset on, mapped into memory."""
     return np.memmap(path, dtype, "r", offset, (tokens,)) if tokens else np.zeros(0, dtype)  # mmap refuses 0 bytes
 
 
@@ -183,6 +185,7 @@ def open_headerless(path):
 
 
 def begins_with_magic(path):
+    """Whether a file begins as a shard of llm.c does."""
     start = np.fromfile(path, "<i4", 1)
     return len(start) == 1 and int(start[0]) in FORMATS
 
@@ -316,6 +319,7 @@ class TokenDataset:
 
 
 def beyond(vocab_size, i):
+    """The end of a message on an id i that a vocabulary does not have."""
     return (f"but the model's vocabulary ends at {vocab_size - 1:,}: set vocab_size to {i + 1} or more, or prepare the "
             "data with the model's tokenizer")
 

@@ -91,10 +91,12 @@ def near_miss(name, known):
 
 
 def known_extensions():
+    """The endings of files that hold text or records."""
     return [*TEXT_FILES, ".jsonl", ".json", ".parquet"]
 
 
 def extension(path):
+    """The ending of a path in lower case, with its dot."""
     return os.path.splitext(path)[1].lower()
 
 
@@ -281,6 +283,7 @@ def decode(data, path, position, counts, skip_bad):
 
 
 def in_chunks(text):
+    """A text in pieces of CHUNK characters."""
     return (text[i:i + CHUNK] for i in range(0, len(text), CHUNK))
 
 
@@ -335,11 +338,13 @@ def text_of(record, text_field, where, counts, skip_bad):
 
 
 def no_field(where, text_field, fields):
+    """The message on a record without the field that holds the text."""
     return (f"{where}: no field {text_field!r}, there are {', '.join(map(repr, fields)) or 'none'}; name the one that "
             "holds the text with --text_field")
 
 
 def short_json(value):
+    """A value as JSON, 60 characters at most."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:60] + "..."
 

@@ -256,6 +256,7 @@ def ordered_char_tokenizer(chars, with_eot):
 
 
 def shortened(text, length=100):
+    """A text, or its beginning where it is longer than `length` characters."""
     return text if len(text) <= length else text[:length] + "..."
 
 

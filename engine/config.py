@@ -25,6 +25,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass
 class Config:
+    """Every setting of a run. A value comes from here, a config file or the command line, the last of these counts; None: found at the start."""
+
     # the run
     out_dir: str | None = None  # the run's folder (default: out/<name of the config file>)
     seed: int = 1337  # weights, data order and dropout follow from it

@@ -122,6 +122,7 @@ def turn_ends(tokenizer) -> dict[str, list[int]]:
 
 
 def speaks_chatml(tokenizer) -> bool:
+    """Whether a Tokenizer has ChatML's tokens and no template of its own."""
     from data.chat import CHATML_TOKENS
 
     return tokenizer is not None and not tokenizer.chat_template and set(CHATML_TOKENS) <= tokenizer.controls.keys()

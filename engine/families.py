@@ -74,6 +74,7 @@ def open_weights(where: str, say=print) -> Weights:
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Weights:
+    """The Weights of a checkpoint of ours, adapters merged into them."""
     sources = lora.merged(checkpoint.sources("model"), checkpoint.manifest.get("config", {}), checkpoint.path)
     return Weights(checkpoint.path, checkpoint.model_config(), sources, checkpoint.tokenizer(), checkpoint)
 
@@ -227,6 +228,7 @@ def make_sources(family: Family, config: ModelConfig, shapes: dict[str, tuple], 
 
 
 def several(names: list[str]) -> str:
+    """Names in a message, 20 at most."""
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
@@ -376,6 +378,7 @@ def read_sizes(family: Family, given: dict, problems: list[str]) -> dict:
 
 
 def is_positive(value: Any) -> bool:
+    """Whether a value of a config.json is a number above 0 that a float holds."""
     return type(value) in (int, float) and 0 < value <= 1e12
 
 

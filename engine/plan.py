@@ -137,6 +137,7 @@ def planned_traffic(c, place) -> dict[str, int]:
 
 
 def gpu_peaks(name):
+    """{type: FLOP/s} of a GPU by its name; UserError where it is not known."""
     peaks = dict(GPU_PEAKS)
     if name not in peaks:
         raise UserError(f"plan_gpu={name}: its peak is not known{settings.nearest(name, list(peaks))}; known are {', '.join(peaks)}")
@@ -195,6 +196,7 @@ def padded(parameters, shards):
 
 
 def with_gradients(parameters):
+    """The trained ones of some Parts."""
     return [p for p in parameters if p.trained]
 
 

@@ -467,6 +467,7 @@ def set_timeout(place: Place, seconds: float) -> None:
 
 
 def disconnect():
+    """Leaves the process group, once all ranks have come here."""
     if dist.is_initialized():
         dist.barrier()  # nobody closes the door on one who is still saving
         dist.destroy_process_group()
