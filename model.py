@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from data.order import IGNORE, derive_seed
+from data.order import derive_seed
 from engine import matmul, recompute
 from engine.attention import attend
+from engine.loss import linear_cross_entropy
 from engine.packed import cache_dtype, packed_weights
 
 
@@ -295,6 +296,7 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
         self.context = None  # engine.context_parallel.ContextParallel where ranks share each sequence
         self.tensor = None  # engine.tensor_parallel.TensorParallel where ranks share each layer
+        self.softmax = None  # engine.loss.softmax_gradient where it is compiled
         self.float8 = False  # its blocks compute in it: engine/float8.py
 
     def first_value(self, name: str, shape: tuple, seed: int) -> torch.Tensor:
@@ -367,7 +369,7 @@ class GPT(nn.Module):
             packed = self.packed_head is not None and not torch.is_grad_enabled()
             return (self.packed_head(x) if packed else matmul.linear(x, weight))[..., :self.config.vocab_size].float()
         found = None if hits is None else hits.new_empty(len(targets))
-        loss = linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor, self.tensor, found)
+        loss = linear_cross_entropy(x, weight, targets, self.config.vocab_size, divisor, self.tensor, found, self.softmax)
         if hits is not None:
             at = slice(None) if documents is None or documents.labels is None else documents.labels
             hits[at if self.context is None else documents.among_all(len(tokens))[at]] = found
@@ -380,93 +382,6 @@ class GPT(nn.Module):
         if c.tie_embeddings:
             used.append(self.wte.weight)
         return sum((6 if p.requires_grad else 4) * p.numel() for p in used) + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
-
-
-# ---------------------------------------------------------------------------------------------------------- the loss
-
-# Tokens whose logits exist at a time. 512 x 50,304 float32 are 103 MB instead of 1.6 GB for 8 x 1,024 tokens, at the speed
-# of one large product. The last bits of a loss depend on it, so it is no setting.
-LOSS_CHUNK = 512
-
-
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int, divisor: float = 1.0, tensor=None,
-                         hits: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum over tokens of -log softmax(hidden weight^T)[target], over `divisor`; a float32 scalar.
-
-    hidden (N, C), weight (padded V, C), targets (N,) int64 with IGNORE where there is no label. Columns from
-    vocab_size on are padding and count for nothing. The (N, V) logits never exist at once: gradients are made in the
-    forward pass, a chunk at a time, in one buffer. With `tensor` (engine.tensor_parallel) each rank of its group has the same number of
-    rows of weight, in order, and the same of all else; all get the same loss and the whole gradient of hidden.
-    """
-    on = torch.is_autocast_enabled(hidden.device.type)
-    dtype = torch.get_autocast_dtype(hidden.device.type) if on else hidden.dtype
-    return _LinearCrossEntropy.apply(hidden, weight, targets, vocab_size, divisor, dtype, torch.is_grad_enabled(), tensor, hits)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Products are in `dtype`; sums of the weight's gradient are in float32. In half precision a gradient divided by the tokens
-    of a large update is below what float16 holds: there the division waits for the backward pass and its loss scale."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, divisor, dtype, need_grad, tensor, hits):
-        need_grad = need_grad and (hidden.requires_grad or weight.requires_grad)
-        half = dtype != torch.float32
-        N, V = hidden.size(0), weight.size(0)
-        chunk = max(1, min(N, LOSS_CHUNK))
-        first = tensor.rank * V if tensor is not None else 0  # of this rank's part of the vocabulary
-        w = weight.to(dtype)
-        buffer = torch.empty(chunk, V, dtype=dtype, device=hidden.device)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if need_grad else None
-        need_weight = need_grad and weight.requires_grad  # a head that is frozen needs none
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight and not N else None
-        for a in range(0, N, chunk):
-            h, target = hidden[a:a + chunk].to(dtype), targets[a:a + chunk]
-            logits = matmul.product_into(buffer[:h.size(0)], h, w)  # (chunk, V)
-            logits[:, max(0, vocab_size - first):] = float("-inf")
-            log_p = logits.float()  # the buffer itself in float32
-            labelled = target != IGNORE
-            if tensor is None:
-                torch.log_softmax(log_p, dim=-1, out=log_p)
-                here = labelled
-            else:
-                tensor.log_softmax_(log_p)
-                here = labelled & (target >= first) & (target < first + V)
-            index = torch.where(here, target - first, 0)[:, None]  # (chunk, 1)
-            loss -= log_p.gather(1, index)[:, 0].masked_fill(~here, 0).sum() / divisor
-            if hits is not None:
-                hits[a:a + chunk] = log_p.argmax(-1) == target if tensor is None else tensor.hits(log_p, here, index)
-            if not need_grad:
-                continue
-            d_logits = log_p.exp_()  # softmax - onehot, nothing where there is no label
-            d_logits.scatter_add_(1, index, -here[:, None].to(d_logits.dtype))
-            d_logits *= (labelled if half else labelled / divisor)[:, None]
-            d_logits = d_logits.to(dtype)
-            if half:
-                d_hidden[a:a + chunk] = d_logits @ w
-            else:
-                d_hidden[a:a + chunk] = matmul.mm(d_logits, w)
-            if need_weight and half:
-                part = (d_logits.t() @ h).float()
-                d_weight = part if d_weight is None else d_weight.add_(part)
-            elif need_weight:
-                d_weight = matmul.add_outer(d_weight, d_logits, h)
-        if tensor is not None:
-            tensor.add_up(loss)
-            if need_grad:
-                tensor.add_up(d_hidden)
-        if need_grad:
-            ctx.save_for_backward(d_hidden, d_weight)
-            ctx.late = 1 / divisor if half else 1
-        return loss
-
-    @staticmethod
-    def backward(ctx, d_loss):
-        d_hidden, d_weight = ctx.saved_tensors
-        if ctx.late != 1 or d_loss.device.type != "cpu" or d_loss != 1:  # looking at it would stall a GPU; a CPU is spared a pass
-            d_loss = d_loss * ctx.late
-            d_hidden, d_weight = (d_hidden * d_loss).to(d_hidden.dtype), None if d_weight is None else d_weight * d_loss
-        return d_hidden, d_weight, None, None, None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from data.order import IGNORE
 from data.sources import require_hub
 from engine.errors import UserError
 from engine.sync import all_gather
-from model import GPT, IGNORE
+from model import GPT
 
 if TYPE_CHECKING:
     from data.tokenizers import Tokenizer

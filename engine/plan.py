@@ -20,13 +20,14 @@ from engine.errors import UserError
 from engine.families import open_weights
 from engine.feed import read_folders
 from engine.lora import add_adapters
+from engine.loss import LOSS_CHUNK
 from engine.metrics import GPU_PEAKS, short_number, short_time
 from engine.optim import make_optimizer
 from engine.processes import Place, check_batch, choose_layout, choose_precision
 from engine.resume import take_architecture
 from engine.sync import deal, power_of_two_in, shard_rows
 from engine.tensor_parallel import cut_dim
-from model import GPT, LOSS_CHUNK
+from model import GPT
 
 ASSUMED_MFU = 0.4  # of the peak; dense models of these sizes reach 0.3 to 0.5 where the network keeps up (PaLM, arXiv 2204.02311, table 3)
 
@@ -226,7 +227,7 @@ def tree_bytes(gradient_bytes, each, place):
 
 
 def logit_bytes(model, c, element):
-    """The loss's own (model.linear_cross_entropy): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
+    """The loss's own (engine.loss): logits of LOSS_CHUNK tokens, in float32 and, under autocast, in the computing type before
     and after; the head's gradient, made with them in float32 unless it is frozen, and autocast's copy of the head."""
     rows, columns = model.wte.weight.shape
     rows //= c.tp

@@ -26,6 +26,7 @@ from engine import attention, context_parallel, matmul
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
 from engine.float8 import check_float8, check_tokens
+from engine.loss import softmax_gradient
 from engine.recovery import job_seconds
 
 JOIN_SECONDS = int(os.environ.get("BORINGGPT_JOIN_SECONDS", 60))  # for every rank to show up
@@ -474,7 +475,7 @@ def disconnect():
 
 
 def compile_blocks(model, device, say):
-    """torch.compile on each block: one compilation serves all, and parameter names stay plain. Eager, with one warning, where
+    """torch.compile on each block: one compilation serves all, and parameter names stay plain; and on the loss between its products. Eager, with one warning, where
     the compiler it needs is missing."""
     from torch._inductor import cpp_builder
 
@@ -490,3 +491,4 @@ def compile_blocks(model, device, say):
     context_parallel.Part.attend = torch.compiler.disable(context_parallel.Part.attend)
     for block in model.blocks:
         block.compile()
+    model.softmax = torch.compile(softmax_gradient, dynamic=False)

@@ -12,13 +12,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 
-from data.order import derive_seed
+from data.order import IGNORE, derive_seed
 from engine import checkpoint as ckpt
 from engine import optim, processes
 from engine.config import Config, resolve
 from engine.optim import make_optimizer
 from engine.sync import Sync, local, row_range, shard
-from model import GPT, IGNORE, ModelConfig, rope_table
+from model import GPT, ModelConfig, rope_table
 
 
 def config(**settings):

@@ -6,6 +6,7 @@ import torch
 
 import zoo
 from conftest import curve, made_up_records, records, several, tensors, train, write_records
+from data.order import IGNORE
 from engine import lora
 from engine.checkpoint import fill, open_checkpoint
 from engine.config import Config, load_config, make_model_config
@@ -15,7 +16,7 @@ from engine.families import open_weights
 from engine.optim import make_optimizer
 from engine.processes import Place
 from engine.resume import compare_with_saved
-from model import GPT, IGNORE, generate
+from model import GPT, generate
 from sample import load_model
 from test_distributed import assert_close
 from test_export import load, quiet

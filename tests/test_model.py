@@ -1,15 +1,20 @@
 """model.py as GPT-2 is GPT-2, its loss is the cross-entropy, its cache changes nothing, and padding is never sampled."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import engine.loss as loss_module
 import model as model_module
+from data.order import IGNORE
 from engine import matmul
 from engine.families import open_weights
+from engine.loss import linear_cross_entropy
 from engine.packed import packed_weights
-from model import GPT, IGNORE, KVCache, ModelConfig, complete, generate, linear_cross_entropy, pick
+from model import GPT, KVCache, ModelConfig, complete, generate, pick
 from sample import load_model
 
 pytestmark = pytest.mark.quick
@@ -98,7 +103,7 @@ def test_logits_and_greedy_text_equal_those_of_transformers(gpt2):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_chunked_loss_is_the_cross_entropy_of_the_logits(shape, monkeypatch):
-    monkeypatch.setattr(model_module, "LOSS_CHUNK", 7)  # many chunks and a shorter last one
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK", 7)  # many chunks and a shorter last one
     model = noisy(build(**SHAPES[shape]))
     x, y = tokens(3, 32), tokens(3, 32, seed=1)
     y[1, 5:20] = IGNORE
@@ -121,7 +126,7 @@ def test_a_loss_of_many_chunks_is_that_of_full_logits_to_a_millionth():
     hidden, weight, vocab = torch.randn(1200, 64), torch.randn(3008, 64) * 0.2, 3000
     target, found = torch.randint(0, vocab, (1200,)), []
     target[::7] = IGNORE
-    assert len(hidden) > 2 * model_module.LOSS_CHUNK
+    assert len(hidden) > 2 * loss_module.LOSS_CHUNK
     for whole in (False, True):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = F.cross_entropy(matmul.linear(h, w)[:, :vocab], target, ignore_index=IGNORE, reduction="sum") / 1000 if whole else \
@@ -130,6 +135,26 @@ def test_a_loss_of_many_chunks_is_that_of_full_logits_to_a_millionth():
         found.append((loss.detach(), h.grad, w.grad))
     for ours, full in zip(*found, strict=True):
         assert (ours - full).norm() <= 1e-6 * full.norm()
+
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.full, pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")])])
+def test_the_losss_part_for_a_compiler_is_the_eager_one(compiled, dtype):
+    """As it is, and compiled: two whole chunks go through it, the rest does not."""
+    torch.manual_seed(0)
+    hidden, weight, target, found, calls = torch.randn(1200, 64), torch.randn(3008, 64) * 0.2, torch.randint(0, 3000, (1200,)), [], []
+    target[::7] = IGNORE
+    part = torch.compile(loss_module.softmax_gradient, dynamic=False) if compiled else loss_module.softmax_gradient
+    for softmax in (None, lambda *args: calls.append(len(args[0])) or part(*args)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = linear_cross_entropy(h, w, target, 3000, 1000, softmax=softmax)
+        loss.backward()
+        found.append((loss.detach(), h.grad, w.grad))
+    assert calls == [512, 512]
+    for eager, ours in zip(*found, strict=True):
+        assert (ours - eager).norm() <= (1e-6 if dtype == torch.float32 else 1e-3) * eager.norm()
 
 
 def gradients(shape, kinds, x):

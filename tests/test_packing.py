@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from conftest import made_up_records, write_records
-from data.order import WindowReader
+from data.order import IGNORE, WindowReader
 from data.packing import MixedReader, RecordReader, best_fit
 from data.shards import TokenDataset
 from engine import attention
 from engine.attention import Documents
 from engine.errors import UserError
 from engine.recompute import KINDS
-from model import IGNORE
 from test_model import SHAPES, build, noisy, tokens
 
 pytestmark = pytest.mark.quick
