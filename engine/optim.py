@@ -143,10 +143,9 @@ def orthogonalize(g: torch.Tensor) -> torch.Tensor:
     x is long, the polynomials are worked out on x x^T alone, a small square, and x is multiplied once, by their product: half the work at
     4 to 1. A matrix at a time, since a product of a stack may round otherwise than each of its products.
     """
-    x = g.float()
-    if tall := x.size(0) > x.size(1):
-        x = x.mT
-    x = x / (g.float().norm() + 1e-7)
+    g = g.float().contiguous()  # a gradient may lie transposed where an owner's copy does not, and be summed in another order
+    x = g.mT if (tall := g.size(0) > g.size(1)) else g
+    x = x / (g.norm() + 1e-7)
     a = mm(x, x.mT)
     if x.size(1) < 2 * x.size(0):
         for i in range(STEPS):

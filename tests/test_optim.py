@@ -151,3 +151,11 @@ def test_matrices_are_dealt_so_that_ranks_have_alike_to_do(ranks):
     work = [sum(min(shapes[i]) ** 2 * max(shapes[i]) for i in owned) for owned in dealt]
     assert max(work) - min(work) <= 768**3 and length == max(sum(math.prod(shapes[i]) for i in owned) for owned in dealt)
     assert deal(shapes[:2], 8, 8)[1] == 96 * 768, "a shard of the one matrix that an owner has"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(2, 48), (131, 45), (48, 2), (64, 64), (96, 200)])
+def test_how_a_matrix_lies_in_memory_changes_no_bit_of_what_muon_makes_of_it(shape):
+    """A gradient may be transposed where the copy that its owner under FSDP works on is not."""
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(orthogonalize(g), orthogonalize(g.t().contiguous().t()))
