@@ -178,10 +178,10 @@ def children(pid):
 
 
 def alive(pid):
-    """Whether a process is there and no zombie, which has let go of its files too."""
+    """Whether a process is there and no zombie, which has let go of its files too, once its last thread is gone."""
     try:
         with open(f"/proc/{pid}/stat") as f:
-            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
