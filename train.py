@@ -40,6 +40,7 @@ from engine.profiling import Profiler
 from engine.resume import check_resumable, find_resumable, load_values, outlook, set_beyond_aside, share, tell_architecture, tell_other_run
 from engine.saving import Saver
 from engine.sync import Sync, shard
+from engine.transfer import to_device
 from engine.watch import Watch
 from model import GPT, rope_table
 
@@ -287,7 +288,7 @@ def run_rank(argv, place, watch):
             with sync.micro_step(i):
                 with precision.context(device.type):
                     # the sum over the micro-batch's labels, over the labels of the whole update: gradients need no average
-                    part = sync.model(x.to(device, non_blocking=True), y.to(device, non_blocking=True), divisor=labels, documents=documents)
+                    part = sync.model(to_device(x, device), to_device(y, device), divisor=labels, documents=documents)
                 (part * scale.value if scale.enabled else part).backward()
             losses.append(part.detach())
             sync.after_backward(i)  # here gradients meet, where it is not DDP's or FSDP's own doing

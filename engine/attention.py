@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.context_parallel import Part
+from engine.transfer import to_device
 
 
 class Documents:
@@ -47,11 +48,11 @@ class Documents:
         """Moves what the model needs to its device and makes the mask, once for all layers. dense: FlexAttention cannot do it
         (dropout). Returns itself."""
         device = torch.device(device)
-        self.positions = self.positions.to(device, non_blocking=True)
+        self.positions = to_device(self.positions, device)
         if self.labels is not None:
-            self.labels = self.labels.to(device, non_blocking=True)
+            self.labels = to_device(self.labels, device)
         if device.type != "cpu" and self.mask is None:
-            ids = self.ids().to(device, non_blocking=True)
+            ids = to_device(self.ids(), device)
             if dense or device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled():  # attention=plain
                 self.mask = dense_mask(ids)
             else:  # both here: blocks that are compiled find them ready

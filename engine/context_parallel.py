@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from engine.communication import about
 from engine.errors import UserError
+from engine.transfer import to_device
 
 
 class ContextParallel:
@@ -59,9 +60,9 @@ class Part:
 
     def to(self, device, dense=False):
         """Moves what the model needs to its device."""
-        self.positions = self.positions.to(device, non_blocking=True)
+        self.positions = to_device(self.positions, device)
         if self.labels is not None:
-            self.labels = self.labels.to(device, non_blocking=True)
+            self.labels = to_device(self.labels, device)
         return self
 
     def among_all(self, B: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from data.shards import TokenDataset
 from engine.attention import Documents
 from engine.errors import UserError
 from engine.sync import all_gather, of_groups
+from engine.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.processes import Place, Precision
@@ -54,7 +55,7 @@ def evaluate(model: GPT, reader: Reader, tokens: int, batch_size: int, place: Pl
         x, y, documents = reader.batch(min(i * batch_size, n_windows), max(0, min(batch_size, n_windows - i * batch_size)), rows=batch_size)
         hits = torch.zeros(y.numel(), dtype=torch.bool, device=place.device) if answers else None
         with precision.context(place.device.type):
-            losses.append(model(x.to(place.device), y.to(place.device), divisor=divisor, documents=documents, hits=hits))
+            losses.append(model(to_device(x, place.device), to_device(y, place.device), divisor=divisor, documents=documents, hits=hits))
         if answers:
             if place.cp > 1:  # an answer may lie on several ranks
                 hits = all_gather(hits.byte(), place.context_group).amax(0).bool()

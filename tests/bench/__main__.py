@@ -33,7 +33,7 @@ from engine.matmul import linear
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 SHAPES = {  # name: (vocabulary, updates, settings that both scripts know)
-    "char": (65, 60, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)),  # nanoGPT's CPU shakespeare_char
+    "char": (65, 300, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)),  # nanoGPT's CPU shakespeare_char
     "6x384": (65, 12, dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)),
     "124m-1024": (50304, 3, dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=8)),  # for memory; 2 pairs at most
     "124m": (50304, 6, dict(n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2)),
