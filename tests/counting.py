@@ -87,5 +87,5 @@ def _counted_of_dtensor(name, function, times):
 
 
 if not hasattr(_dist, "_counting"):  # several runs in one process
-    _run = _dist._counting = {"inside": 0, "sent": {}}
+    _run = _dist._counting = {"inside": 0, "sent": {}}  # type: ignore[attr-defined]
     _watch()

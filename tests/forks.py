@@ -59,7 +59,7 @@ def run(words, env, out, err):
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # waits for what is no daemon
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for what is no daemon
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)  # to take the interpreter apart would copy all of its memory first

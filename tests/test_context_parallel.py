@@ -9,7 +9,7 @@ from conftest import forked, torchrun
 from engine.context_parallel import flash, flash_backward
 
 ONE = {"single": {}}
-MESHES = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)},
+MESHES: dict = {2: {"cp2": dict(cp=2), "tp2": dict(tp=2)},
           4: {"cp4": dict(cp=4), "cp2-fsdp2": dict(cp=2, parallel="fsdp", total_batch_size=2 * 3 * 32), "cp2-tp2": dict(cp=2, tp=2)}}
 
 

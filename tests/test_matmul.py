@@ -55,7 +55,7 @@ def test_wide_products_in_slices_are_the_whole():
     assert torch.allclose(matmul.mm(out, weight), out @ weight, rtol=1e-4, atol=1e-2)
 
 
-NATIVE = {
+NATIVE: dict = {
     "rms_norm": (lambda x, w: matmul.rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), [(8, 33, 96), (96,)]),
     "layer_norm": (lambda x, w: matmul.layer_norm(x, w, None, 1e-6), lambda x, w: F.layer_norm(x, w.shape, w, None, 1e-6), [(8, 33, 96), (96,)]),
     "swiglu": (matmul.swiglu, lambda gate, up: F.silu(gate) * up, [(8, 33, 96)] * 2), "relu2": (matmul.relu2, lambda up: F.relu(up).square(), [(8, 33, 96)]),

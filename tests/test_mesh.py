@@ -15,11 +15,11 @@ MODELS = {
     "qwen3": {**BASE, "norm": "rmsnorm", "pos": "rope", "mlp": "swiglu", "qk_norm": True, "head_dim": 20, "rope_theta": 1e6, "tie_embeddings": False},
 }
 MODELS["sft"] = {**MODELS["qwen3"], "task": "sft", "sample_tokens": 0}  # records that share rows, and cross the cuts
-MESHES = {  # name: (processes, settings)
+MESHES: dict = {  # name: (processes, settings)
     "cp2": (2, dict(cp=2)), "tp2": (2, dict(tp=2, activation_checkpointing="selective")), "cp4": (4, dict(cp=4, activation_checkpointing="selective")), "tp2-fsdp2": (4, dict(tp=2)), "cp2-fsdp2": (4, dict(cp=2, parallel="fsdp")),
     "cp2-tp2": (4, dict(cp=2, tp=2, activation_checkpointing="selective")), "cp2-hsdp2": (4, dict(cp=2, dp_replicate=2)), "tp2-hsdp2": (4, dict(tp=2, dp_replicate=2)),
 }
-DETERMINISTIC = {  # name: (processes, settings), the first of each kind is what the others have to equal
+DETERMINISTIC: dict = {  # name: (processes, settings), the first of each kind is what the others have to equal
     "cp2": {"one group": (2, {}), "ddp": (4, {}), "fsdp": (4, dict(parallel="fsdp"))},
     "tp2": {"one group": (2, {}), "fsdp": (4, {})},
 }

@@ -52,7 +52,7 @@ UNEVEN = {**TINY, "n_embd": 45, "mlp_hidden": 131, "block_size": 15, "total_batc
 LONGER = dict(block_size=16, total_batch_size=8 * 32, n_embd=44, mlp_hidden=132, n_head=4)  # what a mesh asks to be even
 MODERN = dict(tie_embeddings=False, norm="rmsnorm", pos="rope", mlp="swiglu", qk_norm=True, n_head=4, n_kv_head=2, head_dim=6)
 LORA = dict(lora_rank=3, init_from="scratch")
-COUNTED = {  # processes: {name: settings}
+COUNTED: dict = {  # processes: {name: settings}
     1: {"single": {}, "muon": dict(optimizer="muon")},
     2: {"ddp": {}, "ddp-muon": dict(optimizer="muon"), "ddp-lora": LORA, "fsdp-lora": dict(parallel="fsdp", **LORA, **MODERN), "fsdp": dict(parallel="fsdp"), "fsdp-bfloat16": dict(parallel="fsdp", dtype="bfloat16", bias=True, optimizer="muon", **MODERN),
         "ddp-deterministic": dict(deterministic=True, total_batch_size=24 * 30)},

@@ -68,7 +68,7 @@ def nanogpt(new, peer):
     import model as theirs
     sys.path.pop(0)
     sys.modules["model"] = ours
-    model = theirs.GPT(theirs.GPTConfig(vocab_size=50257, dropout=0.0)).eval()
+    model = theirs.GPT(theirs.GPTConfig(vocab_size=50257, dropout=0.0)).eval()  # type: ignore[attr-defined]
 
     def run(tokens):  # what its sample.py does with a prompt
         with torch.no_grad():
