@@ -171,10 +171,11 @@ def run_rank(argv, place, watch):
     if resumed:
         say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}{outlook(config, step)}")
         metrics.event(step, "resumed", changed=[[k, old, new] for k, old, new in changed])
-        then, now = ((m["device"], m["versions"]["torch"], m["threads"]) for m in (resumed.manifest, {
+        then, now = ((m["device"], m["versions"].get("processor"), m["versions"]["torch"], m["threads"]) for m in (resumed.manifest, {
             "device": device.type, "versions": versions, "threads": torch.get_num_threads()}))
         if then != now:
-            say("note: it was written on {} by torch {} with {} threads, this is {}, torch {} and {}: the curve goes on, its last bits may differ".format(*then, *now))
+            say("note: it was written on {} ({}) by torch {} with {} threads, this is {} ({}), torch {} and {}: the curve goes on, its last bits may differ"
+                .format(*then, *now))
 
     saver = Saver(run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
     bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()

@@ -16,7 +16,7 @@ import types
 import typing
 from dataclasses import dataclass
 
-from engine import lora
+from engine import lora, matmul
 from engine.errors import UserError
 from model import ModelConfig
 
@@ -510,10 +510,10 @@ def make_model_config(config):
 
 
 def versions():
-    """What the bits of a run depend on besides its settings: versions of Python, torch and this code."""
+    """What the bits of a run depend on besides its settings: versions of Python, torch and this code, and the processor."""
     import torch
 
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "git": git_revision()}
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "git": git_revision(), "processor": matmul.processor()}
 
 
 def git_revision():

@@ -1,8 +1,8 @@
-"""Products of activations and weight matrices, on a CPU by oneDNN, and what they keep for their backward.
+"""Products of activations and weight matrices, by the faster of a CPU's two libraries, and what they keep for their backward.
 
-torch's own float32 products on x86 go to MKL, which takes AVX2 on processors that are not Intel's, however wide their units are:
-on a Zen 5, oneDNN reaches twice its speed (450 to 500 GFLOP/s on two cores, MKL 210; measured for GPT-2's shapes), elsewhere about
-the same. Float32 in, float32 sums, float32 out: only the order of a sum differs.
+torch's own float32 products on x86 go to MKL, which takes AVX2 on processors that are not Intel's, however wide their units are: on a Zen 5,
+oneDNN reaches twice its speed (450 to 500 GFLOP/s on two cores, MKL 210; measured for GPT-2's shapes). On a Zen 3, which has no wider units, MKL is
+the faster one (140 GFLOP/s, oneDNN 60 to 100 in a backward). Float32 in, float32 sums, float32 out: only the order of a sum differs.
 
 A product's backward needs its input again. Where that is the output of a norm or of an activation function, whose own inputs are kept anyway,
 it is made again from those, to the same bits, in a few percent of the product's time: 6 of the 16 (B, T, C) that a GPT-2 block keeps are spared.
@@ -10,6 +10,9 @@ it is made again from those, to the same bits, in a few percent of the product's
 """
 
 import ctypes
+import itertools
+import os
+import platform
 from collections.abc import Callable
 
 import torch
@@ -31,30 +34,52 @@ def set_allocator() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def processor() -> str:
+    """Vendor, family, model and vector units of this machine's CPU, in a line: what a product's last bits depend on besides its shape. Of what
+    /proc/cpuinfo says, where there is one."""
+    found = {}
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            for line in itertools.takewhile(str.strip, f):  # the first core's
+                name, _, value = line.partition(":")
+                found[name.strip()] = value.strip()
+    words = [found[name] for name in ("vendor_id", "cpu family", "model") if name in found] or [platform.machine()]
+    return " ".join([*words, torch.backends.cpu.get_cpu_capability()])
+
+
+def prefers_onednn(processor: str) -> bool:
+    """Whether oneDNN's products are the faster ones on a `processor()`: AMD's from Zen 5 (family 26) on, with AVX-512."""
+    words = processor.split()
+    return words[0] == "AuthenticAMD" and int(words[1]) >= 26 and words[-1] == "AVX512" and torch.backends.mkldnn.is_available()
+
+
+ONEDNN = prefers_onednn(processor())
+
+
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (..., K) weight^T (N, K) + bias, of CPU float32 tensors of any strides."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    """x (..., K) weight^T (N, K) + bias, of CPU float32 tensors of any strides, with no gradient."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "") if ONEDNN else F.linear(x, weight, bias)
 
 
 def serves(x: torch.Tensor, other: torch.Tensor, columns: int) -> bool:
-    """Whether a product of x (..., K) that has so many columns goes to oneDNN: it is there, it pays, and plain values are asked for, not a
+    """Whether a product of x (..., K) that has so many columns is made here: it pays, and plain values are asked for, not a
     compiler's trace, another device or type, or shards. A function of shapes and settings alone, as last bits must be."""
     return (x.device.type == "cpu" and x.dtype == other.dtype == torch.float32 and x.numel() * columns >= SMALLEST
-            and type(x) in PLAIN and type(other) in PLAIN and torch.backends.mkldnn.is_available()
-            and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling())
+            and type(x) in PLAIN and type(other) in PLAIN and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling())
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, value: bool = True) -> torch.Tensor:
-    """torch.nn.functional.linear. value=False: only its place in autograd's graph is asked for, and what it returns has no values."""
-    if not serves(x, weight, weight.size(0)):
-        return F.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, value: bool | None = None) -> torch.Tensor:
+    """torch.nn.functional.linear. value=False: only its place in autograd's graph is asked for, and what it returns has no values; True: the
+    value, of a call that will be made again so."""
     remade, inputs = getattr(x, "remade", (None, ()))
+    if not serves(x, weight, weight.size(0)) or not ONEDNN and remade is None and value is None:
+        return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, value, remade, inputs)
 
 
 def mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (N, K) weight (K, M), with no gradient."""
-    return multiply(x, weight.t()) if serves(x, weight, weight.size(1)) else x @ weight
+    return multiply(x, weight.t()) if ONEDNN and serves(x, weight, weight.size(1)) else x @ weight
 
 
 class _Linear(torch.autograd.Function):
@@ -64,7 +89,7 @@ class _Linear(torch.autograd.Function):
         if remade and keep:
             remade.readers += 1
         ctx.save_for_backward(weight, *((inputs if remade else (x,)) if keep else ()))
-        return multiply(x, weight, bias) if value else x.new_empty(*x.shape[:-1], weight.size(0))
+        return x.new_empty(*x.shape[:-1], weight.size(0)) if value is False else multiply(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -216,7 +241,7 @@ class _ReLU2(torch.autograd.Function):
 
 def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """out (N, V) = x (N, K) weight^T (V, K), without a second (N, V)."""
-    if not serves(x, weight, len(weight)):
+    if not ONEDNN or not serves(x, weight, len(weight)):
         return torch.mm(x, weight.t(), out=out)
     for v in range(0, len(weight), SLICE):
         out[:, v:v + SLICE] = multiply(x, weight[v:v + SLICE])
@@ -225,7 +250,7 @@ def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> to
 
 def add_outer(total: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """total (V, K) + y^T (N, V) x (N, K), in place; a new tensor where total is None."""
-    if not serves(x, y, y.size(1)):
+    if not ONEDNN or not serves(x, y, y.size(1)):
         return torch.mm(y.t(), x) if total is None else total.addmm_(y.t(), x)
     first = total is None
     total = y.new_empty(y.size(1), x.size(1)) if first else total

@@ -23,14 +23,15 @@ def cache_dtype(model: "GPT") -> torch.dtype:
 def packed_weights(model: "GPT"):
     """Inside, while no gradient is asked for, a CPU multiplies by each matrix in oneDNN's own layout.
 
-    A second copy of the matrices is held meanwhile. Where there is no such layout (other devices, shards, compiled blocks) or no
-    memory for it, nothing changes.
+    A second copy of the matrices is held meanwhile. Where there is no such layout (other devices, shards, compiled blocks, bfloat16 on a
+    processor without AVX-512) or no memory for it, nothing changes.
     """
     weight, dtype = model.wte.weight, cache_dtype(model)
     compiled = any(block._compiled_call_impl is not None for block in model.blocks)
     sharded = hasattr(model, "unshard")  # FSDP's, whether its parameters are gathered at the moment or not
     if (model.packed_head is not None or weight.device.type != "cpu" or sharded or compiled
-            or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available()
+            or not torch.backends.mkldnn.is_available()
+            or not (dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
             or free_memory() < 1.1 * dtype.itemsize * sum(p.numel() for p in model.parameters())):
         yield
         return

@@ -24,18 +24,18 @@ def again(function: Callable, block: Any, *args, dropout: bool = True) -> torch.
     """function(*args), of which autograd keeps the inputs alone. It is made again up to the input of the block's last product: what comes out of
     that, a fifth of a block's work, no backward needs. dropout: whether there is any in it, whose random numbers have to be the same ones."""
     eager = not torch.compiler.is_compiling() and block._compiled_call_impl is None
-    options: dict[str, Any] = {"context_fn": lambda: (contextlib.nullcontext(), without_value(block.mlp.down))} if eager else {}
+    options: dict[str, Any] = {"context_fn": lambda: (with_value(block.mlp.down, True), with_value(block.mlp.down, False))} if eager else {}
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=dropout, **options)
 
 
 @contextlib.contextmanager
-def without_value(linear: torch.nn.Module):
-    """Inside, a Linear's output has the right shape and no values."""
-    linear.value = False
+def with_value(linear: torch.nn.Module, value: bool):
+    """Inside, a Linear's output has its values, or without them the right shape alone; autograd keeps the same of both."""
+    linear.value = value
     try:
         yield
     finally:
-        linear.value = True
+        linear.value = None
 
 
 def kept_bytes(c, element: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Products by oneDNN are torch's own but for the order of a sum, in both directions, and nobody else's business is touched."""
+"""Products by either library are torch's own but for the order of a sum, in both directions, and nobody else's business is touched."""
 
 import pytest
 import torch
@@ -8,7 +8,22 @@ from engine import matmul
 
 pytestmark = pytest.mark.quick
 
-onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
+
+
+@pytest.fixture(params=["oneDNN", "torch's"])
+def library(request, monkeypatch):
+    """Which library multiplies, whichever this machine's processor would choose."""
+    if request.param == "oneDNN" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch is built without oneDNN")
+    monkeypatch.setattr(matmul, "ONEDNN", request.param == "oneDNN")
+
+
+@pytest.mark.parametrize("processor, onednn", [("AuthenticAMD 26 2 AVX512", True), ("AuthenticAMD 26 2 AVX2", False), ("AuthenticAMD 25 1 AVX2", False),
+                                               ("AuthenticAMD 25 17 AVX512", False), ("GenuineIntel 6 143 AVX512", False), ("aarch64 DEFAULT", False)])
+def test_the_library_is_chosen_by_the_processor(processor, onednn):
+    assert matmul.prefers_onednn(processor) == (onednn and torch.backends.mkldnn.is_available())
+    assert matmul.prefers_onednn(matmul.processor()) == matmul.ONEDNN
+    assert matmul.processor().split()[-1] == torch.backends.cpu.get_cpu_capability()
 
 
 def gradients(linear, x, weight, bias):
@@ -18,10 +33,9 @@ def gradients(linear, x, weight, bias):
     return [out.detach(), *[t.grad for t in leaves]]
 
 
-@onednn
 @pytest.mark.parametrize("shape", [(2, 65, 129, 257), (3, 50, 130, 192)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_values_and_gradients_are_torchs(shape, biased):
+def test_values_and_gradients_are_torchs(shape, biased, library):
     torch.manual_seed(0)
     B, T, K, N = shape
     x, weight, bias = torch.randn(B, T, K), torch.randn(N, K), torch.randn(N) if biased else None
@@ -31,8 +45,7 @@ def test_values_and_gradients_are_torchs(shape, biased):
         assert ours.is_contiguous()
 
 
-@onednn
-def test_only_what_needs_a_gradient_gets_one():
+def test_only_what_needs_a_gradient_gets_one(library):
     x, weight = torch.randn(64, 256), torch.nn.Parameter(torch.randn(256, 256))
     matmul.linear(x, weight).sum().backward()
     assert x.grad is None and weight.grad is not None
@@ -41,8 +54,7 @@ def test_only_what_needs_a_gradient_gets_one():
     assert x.grad is not None and frozen.grad is None
 
 
-@onednn
-def test_wide_products_in_slices_are_the_whole():
+def test_wide_products_in_slices_are_the_whole(library):
     torch.manual_seed(0)
     V = 2 * matmul.SLICE + 100
     x, weight = torch.randn(40, 64), torch.randn(V, 64)
@@ -63,9 +75,8 @@ NATIVE: dict = {
 }
 
 
-@onednn
 @pytest.mark.parametrize("name", NATIVE)
-def test_what_is_made_again_is_torchs_and_keeps_nothing_else(name, monkeypatch):
+def test_what_is_made_again_is_torchs_and_keeps_nothing_else(name, library, monkeypatch):
     """Values and gradients of an operation and of the two products that read it; what autograd keeps are its inputs and the weights."""
     ours, native, shapes = NATIVE[name]
     torch.manual_seed(0)
@@ -103,8 +114,7 @@ def test_small_other_typed_and_compiled_ones_are_left_to_torch():
     assert torch.equal(matmul.linear(x, weight), F.linear(x, weight))
 
 
-@onednn
-def test_the_same_rows_give_the_same_bits_whatever_memory_they_lie_in():
+def test_the_same_rows_give_the_same_bits_whatever_memory_they_lie_in(library):
     """FSDP gathers a weight to wherever there is room: the address must not show in the last bit."""
     torch.manual_seed(0)
     x, weight = torch.randn(96, 200), torch.randn(176, 200)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from conftest import ROOT, TINY, as_args, curve, forked, records, steps, tensors, train
+from engine.matmul import processor
 
 # 100 windows and 8 samples an update: epoch 0 ends within update 13
 CURVE = dict(dropout=0.2, total_batch_size=128, lr_decay_iters=18)  # 128 = 4 micro-batches of 2 x 16
@@ -99,7 +100,7 @@ def test_updates_that_would_learn_nothing_are_told_of_at_once(data, tmp_path):
     result = train(tmp_path / "run", data, max_iters=4, min_lr=0.0)
     assert "warning: the learning rate is 0 in all 2 updates to come, nothing will be learnt: --lr_decay_iters=4 --allow_change" in result.out
     result = train(tmp_path / "run", data, max_iters=6, min_lr=0.0, lr_decay_iters=6, allow_change=True, threads=2)
-    assert "the learning rate is 0" not in result.out and "with 1 threads, this is cpu, torch" in result.out
+    assert "the learning rate is 0" not in result.out and f"with 1 threads, this is cpu ({processor()}), torch" in result.out
 
 
 def test_settings_of_another_run_are_told_before_its_data_is_looked_for(run, data, tmp_path):
@@ -173,7 +174,7 @@ def test_a_branch_may_have_a_smaller_context(ten, data, tmp_path):
 def test_a_manifest_tells_the_whole_story(ten):
     manifest = json.loads((ten / "checkpoints" / "step_00000010" / "manifest.json").read_text())
     assert manifest["step"] == 10 and manifest["samples"] == 80 and manifest["tokenizer"]["kind"] == "byte"
-    assert manifest["config"]["n_embd"] == 48 and manifest["versions"]["torch"] and set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors"}
+    assert manifest["config"]["n_embd"] == 48 and manifest["versions"]["processor"] == processor() and set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors"}
     assert not any(name.startswith(("_orig_mod", "module.")) for name in manifest["tensors"]["model"])
     assert json.loads((ten / "config.json").read_text())["config"]["learning_rate"] == 0.01
 
