@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import pickle
-import platform
 import re
 import shutil
 import statistics
@@ -26,9 +25,6 @@ import tempfile
 import time
 
 import numpy as np
-import torch
-
-from engine.matmul import linear
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -130,17 +126,6 @@ def flops_per_token(vocab, s):
     return 6 * (12 * s["n_layer"] * s["n_embd"] ** 2 + vocab * s["n_embd"]) + 12 * s["n_layer"] * s["n_embd"] * s["block_size"]
 
 
-def matmul_peak():
-    """GFLOP/s of a large float32 product on this machine's threads, the fastest of oneDNN's and of MKL's."""
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    best = float("inf")
-    for product in (torch.mm, linear) * 6:
-        started = time.perf_counter()
-        product(a, b)
-        best = min(best, time.perf_counter() - started)
-    return 2 * 2048**3 / best / 1e9
-
-
 def compare(shape, pairs, what, unit):
     """Prints and returns a row: medians of both sides, and the ratio's median, lowest and highest."""
     ratios = sorted(p["nanogpt"][what] / p["ours"][what] for p in pairs)
@@ -163,8 +148,9 @@ def main():
         sys.exit(f"--only={args.only}: {', '.join(unknown)} is none of {', '.join(SHAPES)}, loss")
     if "loss" in only and not os.path.isfile(text):
         sys.exit(f"there is no {text}, which `loss` trains on: give --text, or leave `loss` out of --only")
-    peak = matmul_peak()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}, matmul peak {peak:.0f} GFLOP/s"
+    has = json.loads(subprocess.run([sys.executable, "-m", "tests.bench.peak"], cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    peak = has["gflops"]
+    machine = f"{has['processor']}, {os.cpu_count()} cores, {has['threads']} threads, torch {has['torch']}, matmul peak {peak:.0f} GFLOP/s"
     print(f"{time.strftime('%Y-%m-%d')}, {machine}; medians of {args.repeats} pairs, ratio nanoGPT / ours with its lowest and highest")
     table = []
     with tempfile.TemporaryDirectory() as folder:
