@@ -6,8 +6,9 @@ Needs     any CPU, seconds.
 Data      python prepare.py shakespeare_char        (--file input.txt where there is no network)
 Start     python train.py configs/shakespeare_char_cpu.py
 Watch     the validation loss, beside that of shakespeare_char with nanoGPT's settings (its last lines say how).
-Reaches   a validation loss of 1.862 on all of the validation split, where nanoGPT's 2,000 updates end at 1.892 by the same count, on two threads (1.880 by its own
-          estimate over random batches; other threads round otherwise: 1.918 on one). `python -m tests.bench --peer PATH_TO_NANOGPT --only loss` measures both, and the time.
+Reaches   a validation loss of 1.862 on all of the validation split, where nanoGPT's 2,000 updates end at 1.892 by the same count, on two threads
+          (1.880 by its own estimate over random batches; other threads round otherwise: 1.918 on one). `python -m tests.bench
+          --peer PATH_TO_NANOGPT --text input.txt --only loss` measures both, and the time.
 """
 
 from configs.shakespeare_char import *

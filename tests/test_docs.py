@@ -34,7 +34,7 @@ NOT_RUN = {
     "python train.py configs/qwen3_sft.py --model Qwen/Qwen3-0.6B --dataset my_data.json": DOWNLOADS,
     "sbatch configs/launch/slurm.sbatch": "needs Slurm",
     "wandb login": "needs an account", "wandb sync": "needs an account",
-    "python -m tests.bench --peer PATH_TO_NANOGPT": MEASURES, "python -m tests.bench.scaling": MEASURES, "python -m tests.bench.saving": MEASURES,
+    "python -m tests.bench --peer PATH_TO_NANOGPT --text input.txt": MEASURES, "python -m tests.bench.scaling": MEASURES, "python -m tests.bench.saving": MEASURES,
     "python -m tests.bench.generate --peer=PATH_TO_NANOGPT --repeats=1": MEASURES, "python -m tests.bench.generate": MEASURES,
     "python -m tests.bench.prepare": MEASURES, "pip install torchao==0.18.0": "installs; float8 needs a GPU",
 }
