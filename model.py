@@ -125,7 +125,7 @@ class Linear(nn.Linear):
     """(..., in) -> (..., out), by the fastest product there is for it (engine/matmul.py)."""
 
     packed = None  # another form of the same matrix, while text is generated: see engine/packed.py
-    value: bool | None = None  # False: what comes out is looked at by nobody, see engine.recompute
+    value: bool | None = None  # what matmul.linear is told of it; engine.recompute says when
 
     def reset_parameters(self):
         """No first values here: they come once, from init_weights or a checkpoint."""

@@ -10,6 +10,7 @@ it is made again from those, to the same bits, in a few percent of the product's
 """
 
 import ctypes
+import functools
 import itertools
 import os
 import platform
@@ -34,6 +35,7 @@ def set_allocator() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+@functools.cache
 def processor() -> str:
     """Vendor, family, model and vector units of this machine's CPU, in a line: what a product's last bits depend on besides its shape. Of what
     /proc/cpuinfo says, where there is one."""
@@ -68,6 +70,11 @@ def serves(x: torch.Tensor, other: torch.Tensor, columns: int) -> bool:
             and type(x) in PLAIN and type(other) in PLAIN and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling())
 
 
+def by_onednn(x: torch.Tensor, other: torch.Tensor, columns: int) -> bool:
+    """Whether a product that serves() goes to oneDNN as well."""
+    return ONEDNN and serves(x, other, columns)
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, value: bool | None = None) -> torch.Tensor:
     """torch.nn.functional.linear. value=False: only its place in autograd's graph is asked for, and what it returns has no values; True: the
     value, of a call that will be made again so."""
@@ -79,7 +86,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (N, K) weight (K, M), with no gradient."""
-    return multiply(x, weight.t()) if ONEDNN and serves(x, weight, weight.size(1)) else x @ weight
+    return multiply(x, weight.t()) if by_onednn(x, weight, weight.size(1)) else x @ weight
 
 
 class _Linear(torch.autograd.Function):
@@ -241,7 +248,7 @@ class _ReLU2(torch.autograd.Function):
 
 def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """out (N, V) = x (N, K) weight^T (V, K), without a second (N, V)."""
-    if not ONEDNN or not serves(x, weight, len(weight)):
+    if not by_onednn(x, weight, len(weight)):
         return torch.mm(x, weight.t(), out=out)
     for v in range(0, len(weight), SLICE):
         out[:, v:v + SLICE] = multiply(x, weight[v:v + SLICE])
@@ -250,7 +257,7 @@ def product_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> to
 
 def add_outer(total: torch.Tensor | None, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """total (V, K) + y^T (N, V) x (N, K), in place; a new tensor where total is None."""
-    if not ONEDNN or not serves(x, y, y.size(1)):
+    if not by_onednn(x, y, y.size(1)):
         return torch.mm(y.t(), x) if total is None else total.addmm_(y.t(), x)
     first = total is None
     total = y.new_empty(y.size(1), x.size(1)) if first else total

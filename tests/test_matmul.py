@@ -9,7 +9,6 @@ from engine import matmul
 pytestmark = pytest.mark.quick
 
 
-
 @pytest.fixture(params=["oneDNN", "torch's"])
 def library(request, monkeypatch):
     """Which library multiplies, whichever this machine's processor would choose."""
