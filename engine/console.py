@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from engine import voice
 from engine.metrics import peak_flops, short_number, short_time, smooth
 
 WINDOW = 128  # updates before one that it is compared with, as in llm.c
@@ -41,7 +42,8 @@ class Console:
             self.metrics.flush()
             self.line_seconds = self.line_updates = 0
         if self.terminal:
-            self.draw_bar(step, each)
+            most = config.max_iters
+            voice.draw_bar(step, most, f"step {step:,}/{most:,}, loss {self.metrics.train[-1][1]:.3f}, {short_time(each * (most - step))} left")
 
     def unusual(self) -> str:
         """What stands out in the last update, in words, or "": a loss or gradient norm far above those of the WINDOW before it."""
@@ -65,18 +67,6 @@ class Console:
         if unusual:
             parts.append(f"\x1b[1;31munusual: {unusual}\x1b[0m" if self.terminal else f"unusual: {unusual}")
         return " | ".join(parts)
-
-    def draw_bar(self, step: int, each: float) -> None:
-        if self.place.bar is None:
-            from tqdm import tqdm
-
-            self.place.bar = tqdm(total=self.config.max_iters, initial=step, file=sys.stdout, leave=False, dynamic_ncols=True, miniters=1,
-                                  bar_format="{percentage:3.0f}% |{bar}| {desc}")
-        bar = self.place.bar
-        bar.set_description_str(f"step {step:,}/{self.config.max_iters:,}, loss {self.metrics.train[-1][1]:.3f}, "
-                                f"{short_time(each * (self.config.max_iters - step))} left", refresh=False)
-        bar.update(step - bar.n)  # it draws ten times a second at most
-        sys.stdout.write("\r")  # what another process prints overwrites it
 
 
 def z_score(values: list[float]) -> float:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from engine import voice
+
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_SIGNAL = 1, 2, 130, 143
 
 
@@ -56,7 +58,7 @@ def full_disk_told(path: str | None = None, needed: int | None = None) -> Iterat
 def tell(error: UserError) -> None:
     """Prints an error's sentences on stderr, a line each."""
     for sentence in error.sentences:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        voice.warn(f"error: {sentence}")
 
 
 def run_as_script(main: Callable[[], int | None]) -> NoReturn:

@@ -18,6 +18,7 @@ from typing import TextIO
 
 import torch
 
+from engine import voice
 from engine.errors import EXIT_FAILED, UserError, run_as_script
 from engine.matmul import linear
 from engine.trackers import TensorBoard, Trackers, Wandb
@@ -222,7 +223,7 @@ class Metrics:
         try:
             write_picture(figure, os.path.join(self.run, "loss.png"))
         except OSError as error:  # no picture is worth a run
-            print(f"warning: {os.path.join(self.run, 'loss.png')} was not drawn: {error.strerror}", file=sys.stderr)
+            voice.warn(f"warning: {os.path.join(self.run, 'loss.png')} was not drawn: {error.strerror}")
 
 
 def write_picture(figure, path: str) -> None:

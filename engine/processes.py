@@ -13,7 +13,6 @@ import math
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import attention, context_parallel, matmul
+from engine import attention, context_parallel, matmul, voice
 from engine.config import ROOT, as_dict
 from engine.errors import UserError
 from engine.float8 import check_float8, check_tokens
@@ -52,7 +51,6 @@ class Place:
     hosts: list = field(default_factory=list)  # each rank's, once all have said so
     agreements: int = 0
     job_started: float = field(default_factory=lambda: time.monotonic() - job_seconds())  # of the oldest torchrun in it; on rank 0
-    bar: Any = None  # the live line under what is said, on a terminal
     patience: int = JOIN_SECONDS  # seconds to wait for another rank's word; longer once all have come
 
     @property
@@ -105,13 +103,7 @@ class Place:
     def say(self, sentence):
         """Prints, once for all ranks."""
         if self.speaks:
-            self.close()
-            print(sentence, flush=True)
-
-    def close(self):
-        """Takes the live line off the terminal, until it is drawn again."""
-        if self.bar is not None:
-            self.bar.clear()
+            voice.say(sentence)
 
     def meet(self):
         """Agrees with the other ranks on keys of their own for this start, and on how old the job is. torchrun's store may hold what an
@@ -443,9 +435,9 @@ def names_the_missing(place):
     def give_up():
         store.add("failed", 1)  # what other ranks meet from here on follows from this
         missing = [str(r) for r in range(place.ranks) if not store.check([f"through/{r}"])]
-        print(f"error: rank {', '.join(missing)} of {place.ranks} did not come through a first all-reduce in {JOIN_SECONDS} s, though the store at "
+        voice.warn(f"error: rank {', '.join(missing)} of {place.ranks} did not come through a first all-reduce in {JOIN_SECONDS} s, though the store at "
               f"{os.environ.get('MASTER_ADDR')} was reached: where a machine has several networks, NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPU) names "
-              "the one to take; without InfiniBand, NCCL_IB_DISABLE=1", file=sys.stderr, flush=True)
+              "the one to take; without InfiniBand, NCCL_IB_DISABLE=1")
         os._exit(1)
 
     timer = threading.Timer(JOIN_SECONDS, give_up if place.speaks else lambda: None)

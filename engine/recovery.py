@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
+from engine import voice
 from engine.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_SIGNAL, Recoverable, UserError, full_disk_told, tell
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ def told_once(place: Place, watch: Watch) -> Iterator[None]:
     """Around a rank's whole work: of a fault that all ranks share one tells; of a rank that fails, that rank alone, at once and
     without collectives, since the others may wait in one."""
     try:
-        with full_disk_told(), contextlib.closing(place):
+        with full_disk_told(), voice.bar_at_work():
             yield
     except Stopped as stopped:
         if first_to(place, "stopped"):
-            print(f"{stopped}: leaving; nothing has been trained since the start", flush=True)
+            voice.say(f"{stopped}: leaving; nothing has been trained since the start")
         end_process(place, EXIT_SIGNAL, for_good=str(stopped) in FOR_GOOD)
     except UserError as error:
         if place.store is None:

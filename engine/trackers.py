@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from engine import voice
+
 if TYPE_CHECKING:
     from engine.config import Config
 
@@ -149,6 +151,6 @@ class Trackers:
             work()
         except Exception as error:  # their own errors are of many kinds
             why = (str(error).splitlines() or [""])[0]
-            print(f"{setting}=True, but {setting.removesuffix('_log')} {what} ({type(error).__name__}: {why}): going on without it", file=sys.stderr)
+            voice.warn(f"{setting}=True, but {setting.removesuffix('_log')} {what} ({type(error).__name__}: {why}): going on without it")
             del self.active[setting]
         return self.active.get(setting)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from engine import voice
 from engine.config import Config
 from engine.errors import EXIT_FAILED, EXIT_SIGNAL
 from engine.processes import WORK_SECONDS, Place, set_timeout
@@ -125,7 +126,7 @@ class Watch:
                 asked = asked or time.monotonic()
                 if time.monotonic() - asked > FIRST_STEP_SECONDS:
                     if first_to(self.place, "stopped"):
-                        print(f"{self.reason}: leaving in the first step, which has not ended: nothing of this start is saved, what earlier ones saved is", flush=True)
+                        voice.say(f"{self.reason}: leaving in the first step, which has not ended: nothing of this start is saved, what earlier ones saved is")
                     end_process(self.place, EXIT_SIGNAL, for_good=self.reason in FOR_GOOD)
 
     def _agree(self):

@@ -169,9 +169,9 @@ def on_a_terminal(command, columns, env):
 
 
 def test_a_terminal_shows_the_lines_of_a_file_and_a_bar_that_leaves_nothing(data, tmp_path):
-    """With wandb on, to which nobody has logged in: nor is a question asked."""
+    """The bar is drawn at every update here, so that it stands under each thing said. With wandb on, to which nobody has logged in: nor is a question asked."""
     settings = dict(TINY, dataset=data, max_iters=40, log_interval=10, eval_interval=20, eval_tokens=64, sample_tokens=5, wandb_log=True)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"HOME": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | {"HOME": str(tmp_path), "TQDM_MININTERVAL": "0"}
     command = [sys.executable, "train.py", "tests/empty_config.py", *as_args(settings)]
     shown, sent = on_a_terminal([*command, f"--out_dir={tmp_path / 'a'}"], 150, env)
     written = subprocess.run([*command, f"--out_dir={tmp_path / 'b'}"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
