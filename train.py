@@ -37,7 +37,7 @@ from engine.lora import add_adapters
 from engine.metrics import Metrics, describe, short_number, short_time
 from engine.optim import LossScale, learning_rate, make_optimizer
 from engine.profiling import Profiler
-from engine.resume import check_resumable, find_resumable, load_values, outlook, set_beyond_aside, share, tell_architecture, tell_other_run
+from engine.resume import check_resumable, find_resumable, load_values, other_machine, outlook, set_beyond_aside, share, tell_architecture, tell_other_run
 from engine.saving import Saver
 from engine.sync import Sync, shard
 from engine.transfer import to_device
@@ -156,7 +156,7 @@ def run_rank(argv, place, watch):
         metrics = Metrics(run, step, active=place.speaks and not config.eval_only)
     gone_back = resumed and config.resume_step not in (None, resumed.manifest["config"].get("resume_step"))  # another curve, another wandb run
     wandb_id = resumed.manifest["wandb_run_id"] if resumed and not gone_back else None
-    versions, resolved = settings.versions(), settings.as_dict(config)
+    versions, resolved = settings.versions(device), settings.as_dict(config)
     if place.speaks:
         if not config.eval_only:
             ckpt.write_json(os.path.join(run, "config.json"), {
@@ -171,11 +171,8 @@ def run_rank(argv, place, watch):
     if resumed:
         say(f"going on from {resumed.path}: update {step:,}, sample {samples:,}{outlook(config, step)}")
         metrics.event(step, "resumed", changed=[[k, old, new] for k, old, new in changed])
-        then, now = ((m["device"], m["versions"].get("processor"), m["versions"]["torch"], m["threads"]) for m in (resumed.manifest, {
-            "device": device.type, "versions": versions, "threads": torch.get_num_threads()}))
-        if then != now:
-            say("note: it was written on {} ({}) by torch {} with {} threads, this is {} ({}), torch {} and {}: the curve goes on, its last bits may differ"
-                .format(*then, *now))
+        if sentence := other_machine(resumed.manifest, {"device": device.type, "versions": versions, "threads": torch.get_num_threads()}):
+            say(f"note: {sentence}")
 
     saver = Saver(run, place, sync, model, optimizer, config, tokenizer, metrics, lock, watch, resumed.step if resumed else None)
     bad, slow = recovery.BadSteps(config.max_bad_steps), recovery.SlowRanks()

@@ -509,11 +509,12 @@ def make_model_config(config):
     return model_config
 
 
-def versions():
-    """What the bits of a run depend on besides its settings: versions of Python, torch and this code, and the processor."""
+def versions(device):
+    """What the bits of a run depend on besides its settings: versions of Python, torch and this code, and the processor that computes (a GPU's name)."""
     import torch
 
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "git": git_revision(), "processor": matmul.processor()}
+    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else matmul.processor()
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "git": git_revision(), "processor": processor}
 
 
 def git_revision():

@@ -118,6 +118,17 @@ def check_resumable(resumed: ckpt.Checkpoint, config: Config, feed: Feed, say: S
     return changed
 
 
+def other_machine(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """What to say where a manifest and this start, as a manifest has it, differ in what last bits depend on; of what it does not hold nothing is known."""
+    def facts(m):
+        processor = m["versions"].get("processor")
+        return f"{m['device']}{f' ({processor})' if processor and saved['versions'].get('processor') else ''}, torch {m['versions']['torch']}, {m['threads']} threads"
+
+    if facts(saved) == facts(now):
+        return None
+    return f"it was written on {facts(saved)}; this is {facts(now)}: the curve goes on, its last bits may differ"
+
+
 def take_architecture(config: Config, model: ModelConfig, where: str) -> list[str]:
     """Gives the architecture of found weights (a ModelConfig) to a config; returns sentences on what the config file said else.
 

@@ -10,6 +10,7 @@ import pytest
 
 from conftest import ROOT, TINY, as_args, curve, forked, records, steps, tensors, train
 from engine.matmul import processor
+from engine.resume import other_machine
 
 # 100 windows and 8 samples an update: epoch 0 ends within update 13
 CURVE = dict(dropout=0.2, total_batch_size=128, lr_decay_iters=18)  # 128 = 4 micro-batches of 2 x 16
@@ -100,7 +101,20 @@ def test_updates_that_would_learn_nothing_are_told_of_at_once(data, tmp_path):
     result = train(tmp_path / "run", data, max_iters=4, min_lr=0.0)
     assert "warning: the learning rate is 0 in all 2 updates to come, nothing will be learnt: --lr_decay_iters=4 --allow_change" in result.out
     result = train(tmp_path / "run", data, max_iters=6, min_lr=0.0, lr_decay_iters=6, allow_change=True, threads=2)
-    assert "the learning rate is 0" not in result.out and f"with 1 threads, this is cpu ({processor()}), torch" in result.out
+    assert "the learning rate is 0" not in result.out and "last bits may differ" in result.out
+
+
+def test_what_last_bits_depend_on_is_told_where_it_is_known_to_have_changed():
+    def manifest(device="cpu", processor="AuthenticAMD 25 1 AVX2", torch="2.13.0", threads=2):
+        return {"device": device, "threads": threads, "versions": {"torch": torch} | ({"processor": processor} if processor else {})}
+
+    assert other_machine(manifest(), manifest()) is None
+    assert other_machine(manifest(processor=None), manifest()) is None, "a manifest that names no processor says nothing of it"
+    for now, named in ((manifest(processor="AuthenticAMD 26 2 AVX512"), "cpu (AuthenticAMD 26 2 AVX512), torch 2.13.0, 2 threads"),
+                       (manifest(torch="2.14.0"), "cpu (AuthenticAMD 25 1 AVX2), torch 2.14.0, 2 threads"),
+                       (manifest("cuda", "NVIDIA H200"), "cuda (NVIDIA H200), torch 2.13.0, 2 threads")):
+        assert f"written on cpu (AuthenticAMD 25 1 AVX2), torch 2.13.0, 2 threads; this is {named}: " in other_machine(manifest(), now)
+    assert "on cpu, torch 2.13.0, 1 threads; this is cpu, torch 2.13.0, 2 threads:" in other_machine(manifest(processor=None, threads=1), manifest())
 
 
 def test_settings_of_another_run_are_told_before_its_data_is_looked_for(run, data, tmp_path):
