@@ -2,9 +2,10 @@
 
     python -m tests.bench --peer PATH_TO_NANOGPT [--repeats 5] [--only char,124m,loss] [--text input.txt] [--json out/bench.json]
 
-Each repeat starts nanoGPT's train.py and ours one after the other on the same token file with the same settings, and takes
-the median of the step times that each reports itself; a ratio is made within a repeat, so that a machine whose speed
-drifts does not decide. Above 1 is in our favour. Nothing is written into the checkout.
+Each repeat starts nanoGPT's train.py and ours on the same token file with the same settings, and lets them run in turns: one stands
+still (SIGSTOP) while the other makes its updates, a fraction of a second to a few seconds long. The ratio of a turn is of two times
+that follow each other, so that a machine whose speed drifts, or that others use as well, does not decide; the ratio of a
+repeat is the median of its turns. Above 1 is in our favour. Nothing is written into the checkout.
 
 `loss` is the time to nanoGPT's final loss: its README's CPU run of 2,000 updates on tiny shakespeare (--text) against
 configs/shakespeare_char_cpu.py, a model of the same size on the same split. Seconds are between the lines of the first and the
@@ -13,11 +14,13 @@ evaluated by the same code, over all windows of the validation split.
 """
 
 import argparse
+import atexit
 import json
 import os
 import pickle
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,13 +31,14 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-SHAPES = {  # name: (vocabulary, updates, settings that both scripts know)
-    "char": (65, 300, dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)),  # nanoGPT's CPU shakespeare_char
-    "6x384": (65, 12, dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)),
-    "124m-1024": (50304, 3, dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=8)),  # for memory; 2 pairs at most
-    "124m": (50304, 6, dict(n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2)),
+SHAPES = {  # name: (vocabulary, (turns, updates in each), settings that both scripts know)
+    "char": (65, (30, 10), dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12)),  # nanoGPT's CPU shakespeare_char
+    "6x384": (65, (16, 1), dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)),
+    "124m-1024": (50304, (1, 1), dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=8)),  # for memory; 2 pairs at most
+    "124m": (50304, (8, 1), dict(n_layer=12, n_head=12, n_embd=768, block_size=512, batch_size=2)),
 }
 WARMUP = 2  # updates that are not counted
+FIRST = {"nanogpt": "iter 0:", "ours": "step 1/"}  # how the line of a script's first update begins
 UPDATES = 2000  # of nanoGPT's CPU example
 EXAMPLE = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12",
            "--n_layer=4", "--n_head=4", "--n_embd=128", f"--max_iters={UPDATES}", f"--lr_decay_iters={UPDATES}", "--dropout=0.0"]  # as its README has it
@@ -63,16 +67,42 @@ def write_data(folder, splits, chars):
             pickle.dump({"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}, f)
 
 
+class Script:
+    """A script that runs while it is asked to: `lines`, [(seconds since the start, line)], is what it has written so far."""
+
+    def __init__(self, command, folder):
+        self.started, self.lines = time.perf_counter(), []
+        self.process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        atexit.register(self.process.kill)  # one that stands still does not outlive a benchmark that was broken off
+
+    def until(self, words, n=1):
+        """Lets it run to its n-th line from here that begins with `words`, where it stands still; returns the seconds that took."""
+        os.kill(self.process.pid, signal.SIGCONT)
+        started = time.perf_counter()
+        for line in self.process.stdout:
+            self.lines.append((time.perf_counter() - self.started, line))
+            n -= line.startswith(words)
+            if not n:
+                os.kill(self.process.pid, signal.SIGSTOP)
+                return time.perf_counter() - started
+        return self.end()
+
+    def end(self):
+        """Lets it run to its end; returns its peak memory in MB."""
+        os.kill(self.process.pid, signal.SIGCONT)
+        for line in self.process.stdout:
+            self.lines.append((time.perf_counter() - self.started, line))
+        _, status, usage = os.wait4(self.process.pid, 0)
+        if status:
+            sys.exit("".join(line for _, line in self.lines[-20:]))
+        return usage.ru_maxrss / 1024
+
+
 def run(command, folder):
     """Runs a script; returns its lines, [(seconds since the start, line)], and peak memory in MB."""
-    started, lines = time.perf_counter(), []
-    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        lines.append((time.perf_counter() - started, line))
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit("".join(line for _, line in lines[-20:]))
-    return lines, usage.ru_maxrss / 1024
+    script = Script(command, folder)
+    peak = script.end()
+    return script.lines, peak
 
 
 def when(lines, words):
@@ -81,23 +111,28 @@ def when(lines, words):
 
 
 def measure(shape, folder, n):
-    """One pair: {"nanogpt": {...}, "ours": {...}} with median step in ms, seconds to the first step, peak MB."""
-    _, updates, settings = SHAPES[shape]
+    """One pair: {"nanogpt": {...}, "ours": {...}} with a turn's updates in ms each, [ms of a step], seconds to the first step, peak MB."""
+    _, (turns, updates), settings = SHAPES[shape]
     common = [f"--{k}={v}" for k, v in {**settings, "dataset": shape, "gradient_accumulation_steps": 1, "dropout": 0.0, "device": "cpu", "dtype": "float32",
-                                        "compile": False, "max_iters": updates, "log_interval": 1, "eval_interval": 10**6, "eval_iters": 1}.items()]
-    lines, peak = run(["train.py", f"--out_dir=out-{shape}", *common], folder)
-    times = [float(t) for t in re.findall(r"^iter \d+: .*time ([\d.]+)ms", "".join(line for _, line in lines), re.M)]
-    found = {"nanogpt": {"step_ms": statistics.median(times[WARMUP:]), "first_s": when(lines, "iter 0:"), "peak_mb": peak}, "ours": {}}
+                                        "compile": False, "max_iters": WARMUP + turns * updates, "log_interval": 1, "eval_interval": 10**6, "eval_iters": 1}.items()]
+    found = {"nanogpt": {}, "ours": {}}
     for kind in ("none", *RECOMPUTED.get(shape, ())):
         out_dir, tag = f"ours-{shape}-{n}-{kind}", "" if kind == "none" else f", {kind}"
-        ours = [os.path.join(ROOT, "train.py"), os.path.join(ROOT, "tests", "empty_config.py"), f"--out_dir={out_dir}", *common,
-                f"--dataset={os.path.join(folder, 'data', shape)}", "--eval_interval=0", "--sample_tokens=0", f"--activation_checkpointing={kind}"]
-        lines, peak = run(ours, folder)
-        with open(os.path.join(folder, out_dir, "metrics.jsonl")) as f:
-            times = [r["step_ms"] for r in map(json.loads, f) if r["kind"] == "train"]
+        sides = {"nanogpt": ("iter ", ["train.py", f"--out_dir=out-{shape}", *common]),
+                 "ours": ("step ", [os.path.join(ROOT, "train.py"), os.path.join(ROOT, "tests", "empty_config.py"), f"--out_dir={out_dir}", *common,
+                                    f"--dataset={os.path.join(folder, 'data', shape)}", "--eval_interval=0", "--sample_tokens=0", f"--activation_checkpointing={kind}"])}
+        scripts = {}
+        for side, (words, command) in sides.items():
+            scripts[side] = Script(command, folder)
+            found[side][f"first_s{tag}"] = scripts[side].until(FIRST[side])
+            scripts[side].until(words, WARMUP - 1)
+            found[side][f"step_ms{tag}"] = []
+        for _ in range(turns):
+            for side, (words, _) in sides.items():
+                found[side][f"step_ms{tag}"].append(scripts[side].until(words, updates) * 1e3 / updates)
+        for side, script in scripts.items():
+            found[side][f"peak_mb{tag}"] = script.end()
         shutil.rmtree(os.path.join(folder, out_dir))  # its checkpoint
-        found["ours"] |= {f"step_ms{tag}": statistics.median(times[WARMUP:]), f"first_s{tag}": when(lines, "step 1/"), f"peak_mb{tag}": peak}
-        found["nanogpt"] |= {f"{what}{tag}": found["nanogpt"][what] for what in ("step_ms", "first_s", "peak_mb")}
     return found
 
 
@@ -126,10 +161,15 @@ def flops_per_token(vocab, s):
     return 6 * (12 * s["n_layer"] * s["n_embd"] ** 2 + vocab * s["n_embd"]) + 12 * s["n_layer"] * s["n_embd"] * s["block_size"]
 
 
+def ratio(theirs, ours):
+    """Of one pair: of two values, or the median over turns that followed each other."""
+    return statistics.median(a / b for a, b in zip(theirs, ours)) if isinstance(ours, list) else theirs / ours
+
+
 def compare(shape, pairs, what, unit):
     """Prints and returns a row: medians of both sides, and the ratio's median, lowest and highest."""
-    ratios = sorted(p["nanogpt"][what] / p["ours"][what] for p in pairs)
-    theirs, ours = (statistics.median(p[side][what] for p in pairs) for side in ("nanogpt", "ours"))
+    ratios = sorted(ratio(p["nanogpt"][what], p["ours"][what]) for p in pairs)
+    theirs, ours = (statistics.median(np.ravel([p[side][what] for p in pairs])) for side in ("nanogpt", "ours"))
     row = {"shape": shape, "what": what, "nanogpt": theirs, "ours": ours, "ratio": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
     print(f"{shape:>6} {unit:<20} nanoGPT {theirs:9.1f}   ours {ours:9.1f}   ratio {row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)
     return row
